@@ -1,0 +1,3 @@
+"""Farfill: prefill far, decode near."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,190 @@
+"""The cluster file, as pydantic models: one YAML file per deployment, read by every role.
+
+Every field's description is its documentation; `docs/configuration.md` must name each one (tested).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from farfill.core.cluster import Role
+
+Address = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}$")]
+SecretRef = Annotated[str, Field(pattern=r"^(file|env):.+$")]
+Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+
+
+class Section(BaseModel):
+    """Unknown keys are refused; values are never coerced from another type."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class CircuitBreakerConfig(Section):
+    error_rate_limit: float = Field(
+        default=0.05, gt=0, le=1, description="Share of failed far prefills that opens the breaker."
+    )
+    latency_p99_limit_ms: int = Field(
+        default=2500, ge=1, description="p99 of far prefill beyond its estimate, in ms, that opens the breaker."
+    )
+    window_s: float = Field(default=30.0, gt=0, le=3600, description="Seconds of history the breaker looks at.")
+    min_requests: int = Field(
+        default=10, ge=1, description="Fewer far prefills than this in the window never open the breaker."
+    )
+    open_s: float = Field(
+        default=10.0, gt=0, le=3600, description="Seconds until an open breaker lets one probe through."
+    )
+
+
+class RoutingConfig(Section):
+    remote_prefill_threshold_tokens: int = Field(
+        default=4096, ge=0, description="Prompts with at least this many uncached tokens are prefilled far away."
+    )
+    fallback_to_local_prefill: bool = Field(
+        default=True, description="Prefill near when far prefill or the transfer fails; otherwise 503."
+    )
+    allow_placement_override: bool = Field(
+        default=False,
+        description="Let clients force a placement with the x-farfill-force-placement header (parity, tests).",
+    )
+    circuit_breaker: CircuitBreakerConfig = CircuitBreakerConfig()
+
+
+class KVTransferConfig(Section):
+    chunk_size_mb: int = Field(default=32, ge=1, le=256, description="Largest transfer chunk, in MiB of raw bytes.")
+    compression: Literal["none", "lz4", "zstd", "auto"] = Field(
+        default="auto", description="Lossless codec; auto measures link and codec and picks per transfer."
+    )
+    checksum: bool = Field(
+        default=True, description="XXH3-128 of each chunk's raw bytes, verified before decode may use it."
+    )
+    retry: int = Field(
+        default=3,
+        ge=0,
+        le=10,
+        description="How often one chunk is sent again after a negative acknowledgement or a lost connection.",
+    )
+    timeout_ms: int = Field(
+        default=4000,
+        ge=50,
+        le=600_000,
+        description="Longest silence of the far side, in ms: no chunk and no sign of life.",
+    )
+    connections: int = Field(
+        default=4, ge=1, le=64, description="Pooled TLS connections from a prefill worker to each decode worker."
+    )
+
+
+class PrefillConfig(Section):
+    chunked_prefill_tokens: int = Field(
+        default=2048,
+        ge=16,
+        le=131_072,
+        description="Tokens of one prefill chunk. Part of the fingerprint: equal at all sites.",
+    )
+
+
+class ModelConfig(Section):
+    name: str = Field(min_length=1, description="Name clients use in the model field.")
+    path: Path = Field(description="Folder with config.json, tokenizer.json and safetensors. Relative to this file.")
+    dtype: Literal["float32", "bfloat16", "float16"] = Field(
+        default="bfloat16", description="Type of weights and KV cache."
+    )
+
+
+class EngineConfig(Section):
+    type: Literal["torch"] = Field(default="torch", description="The model executor.")
+    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps)$", description="torch device.")
+    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one worker; 0: all cores.")
+    max_batch: int = Field(default=16, ge=1, le=1024, description="Sequences decoded together.")
+    max_queue: int = Field(default=256, ge=1, description="Waiting sequences; more are refused with 503.")
+    kv_cache_mb: int = Field(default=2048, ge=16, description="Bound on KV memory of one worker, in MiB.")
+    prefix_cache_mb: int = Field(
+        default=256, ge=0, description="Part of kv_cache_mb kept for prefix hits; 0 turns prefix reuse off."
+    )
+
+
+class GatewayConfig(Section):
+    site: Name = Field(description="Site it runs at (near the users).")
+    listen: Address = Field(default="127.0.0.1:8000", description="Address of the OpenAI API.")
+    max_body_mb: int = Field(default=16, ge=1, le=1024, description="Largest request body, in MiB.")
+    max_concurrent_requests: int = Field(default=256, ge=1, description="Requests in progress; more get 429.")
+    request_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of a whole request.")
+    tls_cert: SecretRef | None = Field(
+        default=None, description="Certificate chain of the public API (PEM); unset: plain HTTP."
+    )
+    tls_key: SecretRef | None = Field(default=None, description="Key of tls_cert.")
+
+
+class RegistryConfig(Section):
+    site: Name = Field(description="Site it runs at.")
+    listen: Address = Field(default="127.0.0.1:7400", description="Address it listens on.")
+    advertise: Address | None = Field(default=None, description="Address others reach it at; unset: listen.")
+    lease_s: float = Field(
+        default=5.0, ge=0.5, le=300, description="A worker that does not renew for this long is gone."
+    )
+
+
+class WorkerConfig(Section):
+    role: Annotated[Role, Field(strict=False)] = Field(description="prefill, decode or mixed.")
+    site: Name = Field(description="Site it runs at.")
+    listen: Address = Field(description="Address of its control API.")
+    advertise: Address | None = Field(
+        default=None, description="Address others reach the control API at; unset: listen."
+    )
+    transfer_listen: Address | None = Field(default=None, description="Address where a decode worker receives KV.")
+    transfer_advertise: Address | None = Field(
+        default=None, description="Address prefill workers push KV to; unset: transfer_listen."
+    )
+
+    @model_validator(mode="after")
+    def _decode_receives(self) -> WorkerConfig:
+        if self.role is Role.PREFILL and self.transfer_listen is not None:
+            raise ValueError("transfer_listen belongs to decode workers: a prefill worker pushes, it never receives KV")
+        if self.role is not Role.PREFILL and self.transfer_listen is None:
+            raise ValueError(f"a {self.role} worker needs transfer_listen, the address where it receives KV")
+        return self
+
+
+class TlsConfig(Section):
+    ca: SecretRef = Field(description="CA that signed every role's certificate (PEM).")
+    cert: str = Field(
+        pattern=r"^(file|env):.+$",
+        description="Certificate of a role; {name} becomes the worker's name, gateway or registry.",
+    )
+    key: str = Field(pattern=r"^(file|env):.+$", description="Its private key; {name} as in cert.")
+
+
+class TicketConfig(Section):
+    signing_key: SecretRef = Field(description="Ed25519 private key (PEM); only the gateway reads it.")
+    public_key: SecretRef = Field(description="Ed25519 public key (PEM); workers verify tickets with it.")
+    lifetime_s: float = Field(default=60.0, gt=0, le=3600, description="Seconds a ticket may be presented.")
+    clock_tolerance_s: float = Field(
+        default=5.0, ge=0, le=300, description="Clock difference between sites that expiry tolerates."
+    )
+
+
+class LoggingConfig(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="Least severe level written."
+    )
+    format: Literal["json", "text"] = Field(default="json", description="JSON lines or text for people.")
+
+
+class ClusterConfig(Section):
+    version: Literal[1] = Field(default=1, description="Version of this file's format.")
+    cluster: Name = Field(default="farfill", description="Name of the deployment; part of every certificate identity.")
+    model: ModelConfig
+    engine: EngineConfig = EngineConfig()
+    gateway: GatewayConfig
+    registry: RegistryConfig
+    workers: dict[Name, WorkerConfig] = Field(min_length=1, description="Workers by name.")
+    routing: RoutingConfig = RoutingConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
+    prefill: PrefillConfig = PrefillConfig()
+    tls: TlsConfig
+    tickets: TicketConfig
+    logging: LoggingConfig = LoggingConfig()

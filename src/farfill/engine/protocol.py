@@ -1,0 +1,197 @@
+"""What every engine offers. Workers know this file only; `torch`, `vllm` and `fake` implement it.
+
+Threading contract: all methods may be called from any thread and return at once; sinks are called on the
+engine's own thread and must not block. A prompt of N tokens is prefilled in chunks whose boundaries are
+multiples of `layout.prefill_chunk_tokens` counted from the prompt's start, over tokens 0..N-2; the last
+prompt token is computed by the decode step that also samples. Who prefills never changes a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from farfill.core.layout import KVLayout
+from farfill.core.sampling import SamplingParams
+from farfill.kv.manifest import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What a worker announces about its engine. `fingerprint` covers weights, config, tokenizer, chat
+    template, cache dtype and layout: equal fingerprints mean exchangeable KV."""
+
+    engine: str
+    model: str
+    fingerprint: str
+    layout: KVLayout
+    max_context_tokens: int
+    vocab_size: int
+    kv_total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """A snapshot of how busy the engine is."""
+
+    queued_tokens: int
+    running_sequences: int
+    waiting_sequences: int
+    kv_used_bytes: int
+    prefix_cache_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """One token's natural-log probability under the model (before temperature), with its raw bytes."""
+
+    token_id: int
+    logprob: float
+    text_bytes: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenEvent:
+    """New output of choice `index`. `finish_reason` ("stop" | "length") is set on its last event.
+
+    `text` never ends in half a character; with a stop string it may lag behind `token_ids`. `stop_reason`
+    is the stop string or stop token id that ended it, None for EOS or length. `logprobs`, when asked for,
+    has one (chosen, alternatives) pair per token id.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: tuple[tuple[Logprob, tuple[Logprob, ...]], ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillStats:
+    """How a prompt was prefilled here. `computed_tokens` excludes what a prefix hit or a slot supplied."""
+
+    queued_s: float
+    compute_s: float
+    computed_tokens: int
+    cached_tokens: int
+
+
+class Cancellable(Protocol):
+    """Work in the engine that may be withdrawn; `cancel` is idempotent and takes effect within one step.
+
+    The sink then gets `failed(CancelledWorkError)` unless it already got its last call.
+    """
+
+    def cancel(self) -> None: ...
+
+
+class PrefillSink(Protocol):
+    """Hears of one prefill. Called on the engine thread; never blocks."""
+
+    def progress(self) -> None:
+        """The engine is alive: it finished a step, maybe another request's."""
+        ...
+
+    def pieces_ready(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """Piece index and its bytes (read-only, contiguous, stable until the held export is released)."""
+        ...
+
+    def finished(self, stats: PrefillStats) -> None: ...
+
+    def failed(self, error: Exception) -> None: ...
+
+
+class PrefillHandle(Cancellable, Protocol):
+    """A prefill whose KV is being exported. The KV stays allocated until `release` (idempotent)."""
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    def release(self) -> None: ...
+
+
+class TokenSink(Protocol):
+    """Hears of one generation. Called on the engine thread; never blocks."""
+
+    def prefilled(self, stats: PrefillStats) -> None:
+        """The prompt's KV is complete; the next step samples the first token."""
+        ...
+
+    def token(self, event: TokenEvent) -> None: ...
+
+    def failed(self, error: Exception) -> None: ...
+
+
+class KVSlot(Protocol):
+    """KV memory of one future sequence, to be filled from outside, then handed to `Engine.generate`.
+
+    `held` are pieces that need not arrive (a local prefix hit). `buffer(i)` is the writable place of piece
+    i; writing after `release` or after `generate` took the slot is the caller's bug: fence writers first.
+    """
+
+    @property
+    def manifest(self) -> Manifest: ...
+
+    @property
+    def held(self) -> frozenset[int]: ...
+
+    def buffer(self, piece: int) -> memoryview: ...
+
+    def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillWork:
+    """Compute the KV of `prompt[:-1]` and export it. `cache_salt` separates tenants in the prefix cache."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    cache_salt: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateWork:
+    """Generate from `prompt` under `sampling` (n choices share one prefill)."""
+
+    request_id: str
+    prompt: tuple[int, ...]
+    cache_salt: str
+    sampling: SamplingParams
+
+
+class Engine(Protocol):
+    """A model executor with one scheduler thread."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def load(self) -> EngineLoad: ...
+
+    def start(self) -> None:
+        """Start the scheduler thread. The model is already loaded."""
+        ...
+
+    def close(self) -> None:
+        """Fail all work with CancelledWorkError and join the thread. Idempotent."""
+        ...
+
+    def prefill(self, work: PrefillWork, sink: PrefillSink) -> PrefillHandle:
+        """Queue a prefill. Raises CapacityError when the queue or KV memory cannot take it."""
+        ...
+
+    def reserve(self, work: GenerateWork) -> KVSlot:
+        """Allocate KV for the prompt and the output to come. Raises CapacityError (reason kv_memory)."""
+        ...
+
+    def generate(
+        self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0
+    ) -> Cancellable:
+        """Queue a generation. With `slot`, the first `valid_tokens` prompt tokens' KV is already there
+        (a multiple of the prefill chunk, or all of N-1) and the engine owns the slot from now on."""
+        ...
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if, while idle, any KV memory is held without an owner."""
+        ...

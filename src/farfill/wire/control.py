@@ -1,0 +1,193 @@
+"""Control messages between gateway, workers and registry: msgpack bodies over mutual-TLS HTTP.
+
+Requests and single answers are msgpack; a generation answers as a stream of frames, each a
+4-byte big-endian length and one msgpack message (see `wire.events`). Unknown fields are ignored, so peers may differ by
+a minor version; `PROTOCOL_VERSION` differs when they may not.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+VERSION_HEADER = "x-farfill-protocol"
+CONTENT_TYPE = "application/msgpack"
+
+
+class SamplingMessage(msgspec.Struct, omit_defaults=True, kw_only=True):
+    """`core.sampling.SamplingParams` on the wire."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = []
+    stop_token_ids: list[int] = []
+    include_stop_str_in_output: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    logprobs: int | None = None
+    n: int = 1
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+
+
+class PrefillCommand(msgspec.Struct, kw_only=True):
+    """POST /v1/prefill on a prefill worker: compute `token_ids[:-1]`, push the KV to `target`.
+
+    The answer comes when the transfer ended: `PrefillReport`, or `ErrorBody` with a non-200 status.
+    """
+
+    request_id: str
+    ticket: str
+    target: str
+    token_ids: list[int]
+    cache_salt: str = ""
+    timeout_s: float
+    traceparent: str = ""
+
+
+class PrefillReport(msgspec.Struct, kw_only=True):
+    """What the far side did, in its own clock."""
+
+    queued_s: float
+    prefill_s: float
+    cached_tokens: int
+    computed_tokens: int
+    transfer_s: float
+    after_prefill_s: float
+    raw_bytes: int
+    wire_bytes: int
+    chunks: int
+    resent_chunks: int
+    codec: str
+
+
+class DecodeCommand(msgspec.Struct, kw_only=True):
+    """POST /v1/decode on a decode worker. With `ticket`, KV of the prompt is expected from far away.
+
+    `allow_fallback`: prefill locally when that fails; otherwise the answer is 503.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    cache_salt: str = ""
+    sampling: SamplingMessage
+    ticket: str = ""
+    timeout_s: float
+    allow_fallback: bool = True
+    traceparent: str = ""
+
+
+class FailTransferCommand(msgspec.Struct, kw_only=True):
+    """POST /v1/transfers/{id}/fail on a decode worker: the prefill leg failed, do not wait."""
+
+    reason: str
+    detail: str = ""
+
+
+class LogprobMessage(msgspec.Struct, array_like=True):
+    """(token id, natural log probability, raw bytes of the token)."""
+
+    token_id: int
+    logprob: float
+    text_bytes: bytes
+
+
+class StartEvent(msgspec.Struct, tag="start", kw_only=True):
+    """First frame of a generation, sent together with the first token: what happened to the prompt.
+
+    `prefilled_at` is "local" or "remote"; `fallback` is a `FallbackReason` value. Durations in the decode
+    worker's monotonic clock from the arrival of the command: `kv_wait_s` until the KV was there or given
+    up, `queued_s` + `prefill_s` of the local part, `first_token_s` until the first token was sampled.
+    """
+
+    prefilled_at: str
+    fallback: str
+    fallback_detail: str = ""
+    prompt_tokens: int
+    cached_tokens: int
+    received_tokens: int
+    computed_tokens: int
+    kv_wait_s: float
+    transfer_s: float
+    raw_bytes: int
+    wire_bytes: int
+    queued_s: float
+    prefill_s: float
+    first_token_s: float
+
+
+class TokensEvent(msgspec.Struct, tag="tokens", omit_defaults=True, kw_only=True):
+    """New output of one choice; see `engine.protocol.TokenEvent`."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    logprobs: list[tuple[LogprobMessage, list[LogprobMessage]]] | None = None
+
+
+class FailedEvent(msgspec.Struct, tag="failed", kw_only=True):
+    """The generation broke after its first frame; nothing follows."""
+
+    reason: str
+    message: str
+    side: str = "decode"
+
+
+class EndEvent(msgspec.Struct, tag="end", kw_only=True):
+    """All choices finished; nothing follows. A body that ends without this or `failed` was cut."""
+
+    completion_tokens: int
+
+
+GenerationEvent = StartEvent | TokensEvent | FailedEvent | EndEvent
+
+
+class ErrorBody(msgspec.Struct, kw_only=True):
+    """Body of every non-200 answer of workers and registry."""
+
+    reason: str
+    message: str
+    retryable: bool = False
+    side: str = "decode"
+    retry_after_s: float = 0.0
+
+
+class InstanceMessage(msgspec.Struct, kw_only=True):
+    """`core.cluster.Instance` on the wire; PUT /v1/instances/{name} renews the lease."""
+
+    name: str
+    role: str
+    site: str
+    url: str
+    transfer_address: str
+    model: str
+    fingerprint: str
+    generation: str
+    state: str
+    max_context_tokens: int
+    queued_tokens: int = 0
+    running_requests: int = 0
+    kv_used_bytes: int = 0
+    kv_total_bytes: int = 0
+
+
+class LeaseReply(msgspec.Struct, kw_only=True):
+    """How long the registration holds without renewal."""
+
+    lease_s: float
+
+
+class InstancesReply(msgspec.Struct, kw_only=True):
+    """GET /v1/instances?after=REVISION: all live instances once the revision moved on (long poll)."""
+
+    revision: int
+    instances: list[InstanceMessage]
