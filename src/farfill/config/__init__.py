@@ -1,0 +1,1 @@
+"""The cluster file: load, validate, cross-check; secret references; where caches live."""

@@ -1,0 +1,162 @@
+"""What no single key can tell: whether the parts of a cluster file fit each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import string
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from farfill.config.model import ClusterConfig
+from farfill.config.problems import KeyPath, Problem, closest
+from farfill.core.cluster import Role
+
+_MODEL_FILES = ("config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True, slots=True)
+class _Endpoint:
+    """One listening address. `reached_at` is where others connect; equal `owner` means one process."""
+
+    path: KeyPath
+    owner: str
+    listen: str
+    reached_at: str
+
+
+def cross_problems(config: ClusterConfig) -> list[Problem]:
+    """Contradictions between keys that are each valid."""
+    return [
+        *_worker_problems(config),
+        *_address_problems(config),
+        *_engine_problems(config),
+        *_tls_problems(config),
+    ]
+
+
+def model_file_problems(config: ClusterConfig, base_dir: Path) -> list[Problem]:
+    """Whether the model's folder has what a worker loads. Separate: a laptop may not hold the model."""
+    folder = base_dir / config.model.path
+    fix = "run `farfill model fetch`, or correct the path (it is relative to this file)"
+    if not folder.is_dir():
+        return [Problem(("model", "path"), f"{folder} is not a folder", fix)]
+    missing = [name for name in _MODEL_FILES if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    return [Problem(("model", "path"), f"{folder} has no {', '.join(missing)}", fix)] if missing else []
+
+
+def _worker_problems(config: ClusterConfig) -> Iterator[Problem]:
+    decode_sites = sorted({w.site for w in config.workers.values() if w.role is not Role.PREFILL})
+    if not decode_sites:
+        yield Problem(("workers",), "no worker decodes", "add one with role decode or mixed")
+    elif config.gateway.site not in decode_sites:
+        near = closest(config.gateway.site, decode_sites)
+        yield Problem(
+            ("gateway", "site"),
+            f"no decode worker at site {config.gateway.site!r}, where the gateway runs",
+            f"did you mean {near}?" if near else f"decode workers are at: {', '.join(decode_sites)}",
+        )
+    for name in sorted({"gateway", "registry"} & set(config.workers)):
+        yield Problem(("workers", name), f"{name} is the name of a role", "give the worker another name")
+
+
+def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
+    engine = config.engine
+    if engine.prefix_cache_mb > engine.kv_cache_mb:
+        yield Problem(
+            ("engine", "prefix_cache_mb"),
+            f"{engine.prefix_cache_mb} is more than kv_cache_mb ({engine.kv_cache_mb}), of which it is a part",
+            f"give at most {engine.kv_cache_mb}, or raise kv_cache_mb",
+        )
+
+
+def _tls_problems(config: ClusterConfig) -> Iterator[Problem]:
+    for key in ("cert", "key"):
+        reference: str = getattr(config.tls, key)
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(reference) if name is not None}
+        except ValueError:
+            names = {"unbalanced braces"}
+        if unknown := sorted(names - {"name"}):
+            yield Problem(
+                ("tls", key), f"cannot fill in {', '.join(unknown) or 'empty braces'}", "only {name} is known here"
+            )
+        elif reference.startswith("file:") and not names:
+            yield Problem(
+                ("tls", key),
+                "names one file for all roles, but each has its own identity",
+                "put {name} into it, such as file:pki/{name}." + ("pem" if key == "cert" else "key"),
+            )
+    if (config.gateway.tls_cert is None) != (config.gateway.tls_key is None):
+        given, other = ("tls_cert", "tls_key") if config.gateway.tls_cert else ("tls_key", "tls_cert")
+        yield Problem(("gateway", given), f"{given} without {other}", f"add {other}, or remove {given} for plain HTTP")
+
+
+def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
+    endpoints = list(_endpoints(config))
+    usable: list[_Endpoint] = []
+    for endpoint in endpoints:
+        problem = _endpoint_problem(endpoint)
+        if problem is None:
+            usable.append(endpoint)
+        else:
+            yield problem
+    for i, second in enumerate(usable):
+        for first in usable[:i]:
+            if _clash(first, second):
+                other = ".".join(str(part) for part in first.path)
+                yield Problem(second.path, f"same address as {other} ({first.listen})", "give it another port")
+                break
+
+
+def _endpoints(config: ClusterConfig) -> Iterator[_Endpoint]:
+    gateway, registry = config.gateway, config.registry
+    yield _Endpoint(("gateway", "listen"), "gateway", gateway.listen, gateway.listen)
+    yield _Endpoint(("registry", "listen"), "registry", registry.listen, registry.advertise or registry.listen)
+    for name, worker in config.workers.items():
+        yield _Endpoint(("workers", name, "listen"), name, worker.listen, worker.advertise or worker.listen)
+        if worker.transfer_listen is not None:
+            reached_at = worker.transfer_advertise or worker.transfer_listen
+            yield _Endpoint(("workers", name, "transfer_listen"), name, worker.transfer_listen, reached_at)
+
+
+def _endpoint_problem(endpoint: _Endpoint) -> Problem | None:
+    listen_key = str(endpoint.path[-1])
+    advertise_key = listen_key.replace("listen", "advertise")
+    for key, address in ((listen_key, endpoint.listen), (advertise_key, endpoint.reached_at)):
+        port = split_address(address)[1]
+        if not 1 <= port <= 65535:
+            return Problem((*endpoint.path[:-1], key), f"{port} is not a port", "give a port from 1 to 65535")
+    if endpoint.owner != "gateway" and _is_wildcard(split_address(endpoint.reached_at)[0]):
+        return Problem(
+            endpoint.path,
+            f"others cannot connect to {endpoint.reached_at}",
+            f"add {advertise_key} with the address they reach it at",
+        )
+    return None
+
+
+def _clash(first: _Endpoint, second: _Endpoint) -> bool:
+    """Whether the two cannot both exist: one reachable address, or one port of one host."""
+    if first.reached_at == second.reached_at:
+        return True
+    (host_a, port_a), (host_b, port_b) = split_address(first.listen), split_address(second.listen)
+    if port_a != port_b or not (host_a == host_b or _is_wildcard(host_a) or _is_wildcard(host_b)):
+        return False
+    reach_a, reach_b = split_address(first.reached_at)[0], split_address(second.reached_at)[0]
+    return first.owner == second.owner or reach_a == reach_b
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """("host", port) of "host:port"; an IPv6 host loses its brackets."""
+    host, _, port = address.rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _is_wildcard(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:
+        return False
