@@ -1,0 +1,84 @@
+"""What the gateway tells about itself: the `GatewayObserver` that metrics implement, and one that is silent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from farfill.core.cluster import FallbackReason, Instance, PlacementReason
+from farfill.policy.breaker import BreakerState
+
+OutcomeName = Literal["ok", "client_error", "rejected", "error", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSummary:
+    """One API request that ended. Labels are safe for metrics: `model` is a served name or "other".
+
+    `placement` is what really happened ("local" | "remote"), "none" when it never started. `reason` and
+    `fallback` say why. `error_reason` is a stable reason, "" when ok. `stages_s` are seconds by pipeline
+    step. Tokens are summed over prompts and choices; `ttft_s` and `tpot_s` are None without a first
+    (second) token.
+    """
+
+    endpoint: Literal["chat", "completions"]
+    model: str
+    outcome: OutcomeName
+    status: int
+    error_reason: str = ""
+    placement: Literal["local", "remote", "none"] = "none"
+    reason: PlacementReason | None = None
+    fallback: FallbackReason = FallbackReason.NONE
+    stream: bool = False
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    duration_s: float
+    stages_s: Mapping[str, float] = field(default_factory=dict[str, float])
+
+
+class GatewayObserver(Protocol):
+    """Hears of every request. Called on the event loop; must be cheap and must not raise."""
+
+    def request_accepted(self) -> None:
+        """A generation request came in (in flight + 1)."""
+        ...
+
+    def request_finished(self, summary: RequestSummary) -> None:
+        """It ended, however (in flight - 1). Called exactly once per `request_accepted`."""
+        ...
+
+    def token_gap(self, model: str, gap_s: float) -> None:
+        """ITL: seconds between two consecutive token events of one generation."""
+        ...
+
+    def prefill_leg_ended(self, prefill: Instance, outcome: str, seconds: float, wire_bytes: int) -> None:
+        """A far prefill ended; `outcome` is "ok", "cancelled" or a `FallbackReason` value."""
+        ...
+
+    def decode_retried(self, decode: Instance, reason: str) -> None:
+        """A decode instance failed before its first token and another try was made."""
+        ...
+
+    def breaker_changed(self, prefill: Instance, state: BreakerState) -> None:
+        """The breaker of a prefill instance is in `state` now."""
+        ...
+
+
+class SilentObserver:
+    """Tells nobody."""
+
+    def request_accepted(self) -> None: ...
+
+    def request_finished(self, summary: RequestSummary) -> None: ...
+
+    def token_gap(self, model: str, gap_s: float) -> None: ...
+
+    def prefill_leg_ended(self, prefill: Instance, outcome: str, seconds: float, wire_bytes: int) -> None: ...
+
+    def decode_retried(self, decode: Instance, reason: str) -> None: ...
+
+    def breaker_changed(self, prefill: Instance, state: BreakerState) -> None: ...
