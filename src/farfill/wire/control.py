@@ -102,7 +102,9 @@ class LogprobMessage(msgspec.Struct, array_like=True):
 class StartEvent(msgspec.Struct, tag="start", kw_only=True):
     """First frame of a generation, sent together with the first token: what happened to the prompt.
 
-    `prefilled_at` is "local" or "remote"; `fallback` is a `FallbackReason` value. Durations in the decode
+    `prefilled_at` is "local" or "remote"; `fallback` is a `FallbackReason` value. `cached_tokens` are prompt
+    tokens this worker's prefix cache saved from being computed (0 when remote: see `PrefillReport`);
+    `received_tokens` came over the link, `computed_tokens` were prefilled here. Durations in the decode
     worker's monotonic clock from the arrival of the command: `kv_wait_s` until the KV was there or given
     up, `queued_s` + `prefill_s` of the local part, `first_token_s` until the first token was sampled.
     """
