@@ -183,9 +183,7 @@ class DecodeService:
         )
         stats = result.stats
         outcome = "ok" if result.complete else "failed"
-        self.metrics.transfer_finished(
-            outcome, str(prompt.fallback), stats.total_s, stats.raw_bytes, stats.wire_bytes
-        )
+        self.metrics.transfer_finished(outcome, str(prompt.fallback), stats.total_s, stats.raw_bytes, stats.wire_bytes)
         return prompt if result.complete else self._fallen_back(command, prompt, ticket.transfer_id)
 
     def _fallen_back(self, command: DecodeCommand, prompt: PromptKV, transfer_id: str) -> PromptKV:

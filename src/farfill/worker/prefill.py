@@ -38,9 +38,7 @@ class PrefillService:
         command = await read_message(request, PrefillCommand)
         ticket = self._checked_ticket(command)
         manifest = build_manifest(self.engine.info.layout, ticket.num_tokens)
-        transfer = self.sender.begin(
-            ticket, command.ticket, command.target, manifest, timeout_s=command.timeout_s
-        )
+        transfer = self.sender.begin(ticket, command.ticket, command.target, manifest, timeout_s=command.timeout_s)
         sink = TransferSink(transfer, asyncio.get_running_loop())
         work = PrefillWork(
             request_id=command.request_id, prompt=tuple(command.token_ids), cache_salt=command.cache_salt

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 import structlog
 from aiohttp import web
 
-from farfill.clock import WallClock
+from farfill.clock import Clock, WallClock
 from farfill.config.load import LoadedConfig
 from farfill.config.model import WorkerConfig
-from farfill.config.secrets import resolve_secret
+from farfill.config.secrets import read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
@@ -40,36 +40,43 @@ DRAIN_GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Identity:
-    """PEM material of this worker."""
+class _Parts:
+    """What every part of one worker is built from."""
 
-    cert: bytes
-    key: bytes
-    ca: bytes
-
-    def server(self) -> ssl.SSLContext:
-        return server_context(self.cert, self.key, self.ca)
-
-    def client(self) -> ssl.SSLContext:
-        return client_context(self.cert, self.key, self.ca)
+    loaded: LoadedConfig
+    name: str
+    worker: WorkerConfig
+    engine: Engine
+    metrics: WorkerMetrics
+    server_tls: ssl.SSLContext
+    client_tls: ssl.SSLContext
+    clock: Clock
+    verifier: TicketVerifier
 
 
 async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> None:
     """Serve worker `name` of the cluster file until `stop` is set."""
     config = loaded.config
     worker = config.workers[name]
-    tls = config.tls
-    identity = _Identity(
-        cert=resolve_secret(tls.cert.format(name=name), loaded.base_dir),
-        key=resolve_secret(tls.key.format(name=name), loaded.base_dir, private=True),
-        ca=resolve_secret(tls.ca, loaded.base_dir),
-    )
-    metrics = WorkerMetrics(site=worker.site, role=str(worker.role), model=config.model.name)
+    tls = read_tls(loaded, name)
+    public_key = resolve_secret(config.tickets.public_key, loaded.base_dir)
+    clock = WallClock()
     engine = await _load_engine(loaded)
+    parts = _Parts(
+        loaded=loaded,
+        name=name,
+        worker=worker,
+        engine=engine,
+        metrics=WorkerMetrics(site=worker.site, role=str(worker.role), model=config.model.name),
+        server_tls=server_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
+        client_tls=client_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
+        clock=clock,
+        verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s),
+    )
     engine.start()
     try:
         async with contextlib.AsyncExitStack() as stack:
-            await _serve(loaded, name, worker, identity, engine, metrics, stack, stop)
+            await _serve(parts, stack, stop)
     finally:
         await asyncio.to_thread(engine.close)
 
@@ -83,48 +90,17 @@ async def _load_engine(loaded: LoadedConfig) -> Engine:
     return await asyncio.to_thread(load)
 
 
-async def _serve(
-    loaded: LoadedConfig,
-    name: str,
-    worker: WorkerConfig,
-    identity: _Identity,
-    engine: Engine,
-    metrics: WorkerMetrics,
-    stack: contextlib.AsyncExitStack,
-    stop: asyncio.Event,
-) -> None:
-    config = loaded.config
-    clock = WallClock()
-    verifier = TicketVerifier(
-        resolve_secret(config.tickets.public_key, loaded.base_dir), clock, config.tickets.clock_tolerance_s
-    )
-    fingerprint = engine.info.fingerprint
-    prefill = decode = receiver = None
-    if worker.role is not Role.DECODE:
-        sender = KVSender(name, fingerprint, identity.client(), config.kv_transfer, clock, metrics)
-        await sender.start()
-        stack.push_async_callback(sender.close)
-        prefill = PrefillService(name, engine, sender, verifier, metrics)
-    if worker.role is not Role.PREFILL:
-        assert worker.transfer_listen is not None, "checked by the config model"
-        receiver = KVReceiver(
-            worker.transfer_listen,
-            name,
-            fingerprint,
-            engine.info.layout,
-            identity.server(),
-            verifier,
-            config.kv_transfer,
-            clock,
-            metrics,
-        )
-        await receiver.start()
-        stack.push_async_callback(receiver.close)
-        decode = DecodeService(name, engine, receiver, verifier, metrics)
+async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.Event) -> None:
+    config, name, worker, engine = parts.loaded.config, parts.name, parts.worker, parts.engine
+    prefill = await _open_prefill(parts, stack) if worker.role is not Role.DECODE else None
+    receiver = await _open_receiver(parts, stack) if worker.role is not Role.PREFILL else None
+    decode = None
+    if receiver is not None:
+        decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics)
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
-        ssl_context=identity.client(),
-        instance=_instance(loaded, name, worker, engine),
+        ssl_context=parts.client_tls,
+        instance=_instance(parts),
     )
     deps = WorkerDeps(
         cluster=config.cluster,
@@ -135,26 +111,58 @@ async def _serve(
         prefill=prefill,
         decode=decode,
         is_ready=lambda: announcer.registered and not stop.is_set(),
-        exposition=functools.partial(exposition, metrics.registry),
+        exposition=functools.partial(exposition, parts.metrics.registry),
     )
-    runner = await stack.enter_async_context(_http_server(deps, worker.listen, identity.server()))
+    await stack.enter_async_context(_http_server(deps, worker.listen, parts.server_tls))
     await stack.enter_async_context(announcer)
-    log.info("worker_ready", name=name, role=str(worker.role), site=worker.site, fingerprint=fingerprint)
-    await _report_load(engine, receiver, metrics, announcer, stop)
-    log.info("worker_draining", name=name, running=engine.load().running_sequences)
+    log.info("worker_ready", fingerprint=engine.info.fingerprint)
+    await _report_load(parts, receiver, announcer, stop)
+    log.info("worker_draining", running=engine.load().running_sequences)
     await announcer.announce(state=InstanceState.DRAINING)
-    await _drain(engine, runner)
+    await _drain(engine)
 
 
-def _instance(loaded: LoadedConfig, name: str, worker: WorkerConfig, engine: Engine) -> Instance:
-    info = engine.info
+async def _open_prefill(parts: _Parts, stack: contextlib.AsyncExitStack) -> PrefillService:
+    sender = KVSender(
+        parts.name,
+        parts.engine.info.fingerprint,
+        parts.client_tls,
+        parts.loaded.config.kv_transfer,
+        parts.clock,
+        parts.metrics,
+    )
+    await sender.start()
+    stack.push_async_callback(sender.close)
+    return PrefillService(parts.name, parts.engine, sender, parts.verifier, parts.metrics)
+
+
+async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVReceiver:
+    assert parts.worker.transfer_listen is not None, "checked by the config model"
+    receiver = KVReceiver(
+        parts.worker.transfer_listen,
+        parts.name,
+        parts.engine.info.fingerprint,
+        parts.engine.info.layout,
+        parts.server_tls,
+        parts.verifier,
+        parts.loaded.config.kv_transfer,
+        parts.clock,
+        parts.metrics,
+    )
+    await receiver.start()
+    stack.push_async_callback(receiver.close)
+    return receiver
+
+
+def _instance(parts: _Parts) -> Instance:
+    worker, info = parts.worker, parts.engine.info
     return Instance(
-        name=name,
+        name=parts.name,
         role=worker.role,
         site=worker.site,
         url=f"https://{worker.advertise or worker.listen}",
         transfer_address=worker.transfer_advertise or worker.transfer_listen or "",
-        model=loaded.config.model.name,
+        model=parts.loaded.config.model.name,
         fingerprint=info.fingerprint,
         generation=secrets.token_hex(8),
         state=InstanceState.READY,
@@ -164,33 +172,30 @@ def _instance(loaded: LoadedConfig, name: str, worker: WorkerConfig, engine: Eng
 
 
 @contextlib.asynccontextmanager
-async def _http_server(
-    deps: WorkerDeps, listen: str, context: ssl.SSLContext
-) -> AsyncIterator[web.AppRunner]:
+async def _http_server(deps: WorkerDeps, listen: str, context: ssl.SSLContext) -> AsyncIterator[None]:
     # handler_cancellation: a gateway that goes away must end the work it asked for.
     runner = web.AppRunner(build_worker_app(deps), handler_cancellation=True, access_log=None)
     await runner.setup()
     host, port = listen.rsplit(":", 1)
     try:
         await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context, shutdown_timeout=1.0).start()
-        yield runner
+        yield
     finally:
         await runner.cleanup()
 
 
 async def _report_load(
-    engine: Engine,
+    parts: _Parts,
     receiver: KVReceiver | None,
-    metrics: WorkerMetrics,
     announcer: Announcer,
     stop: asyncio.Event,
 ) -> None:
     """Keep gauges and the registry's view of this worker fresh until `stop`."""
     while not stop.is_set():
-        load = engine.load()
-        metrics.set_load(load)
+        load = parts.engine.load()
+        parts.metrics.set_load(load)
         if receiver is not None:
-            metrics.set_held_transfers(receiver.held_transfers())
+            parts.metrics.set_held_transfers(receiver.held_transfers())
         await announcer.announce(
             queued_tokens=load.queued_tokens,
             running_requests=load.running_sequences + load.waiting_sequences,
@@ -200,8 +205,8 @@ async def _report_load(
             await asyncio.wait_for(stop.wait(), LOAD_PERIOD_S)
 
 
-async def _drain(engine: Engine, runner: web.AppRunner) -> None:
-    """Wait until the engine is idle and no request is open, at most the grace period."""
+async def _drain(engine: Engine) -> None:
+    """Wait until the engine is idle, at most the grace period."""
     deadline_s = asyncio.get_running_loop().time() + DRAIN_GRACE_S
     while asyncio.get_running_loop().time() < deadline_s:
         load = engine.load()
