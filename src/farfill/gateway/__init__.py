@@ -1,0 +1,1 @@
+"""The OpenAI HTTP API and the pipeline of a request: one file a step. Runs without torch."""

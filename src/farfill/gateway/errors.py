@@ -1,0 +1,130 @@
+"""HTTP status and OpenAI error shape of every failure; the only place that maps errors to statuses."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from math import ceil
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from farfill.core.errors import CapacityError, FarfillError, InvalidRequestError, TransferError, UnavailableError
+
+log = structlog.get_logger("farfill.gateway")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_INVALID_STATUS = {
+    "model_not_found": 404,
+    "not_found": 404,
+    "method_not_allowed": 405,
+    "body_too_large": 413,
+    "unsupported_media_type": 415,
+}
+
+
+class OverloadedError(CapacityError):
+    """This gateway already has as many requests in progress as it may; nothing is wrong with the workers."""
+
+    reason = "rate_limit_exceeded"
+    side = "gateway"
+
+
+class DeadlineError(FarfillError):
+    """The request ran longer than `gateway.request_timeout_s`."""
+
+    reason = "request_timeout"
+    retryable = True
+
+
+class ErrorDetail(msgspec.Struct, kw_only=True):
+    """OpenAI's error object; `code` is the stable reason."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorEnvelope(msgspec.Struct):
+    """Body of every error answer and of the error event of a broken stream."""
+
+    error: ErrorDetail
+
+
+def http_status(error: FarfillError) -> int:
+    """400-range: the client's to fix; 429/503: try again later; 5xx: ours."""
+    if isinstance(error, InvalidRequestError):
+        return _INVALID_STATUS.get(error.reason, 400)
+    if isinstance(error, OverloadedError):
+        return 429
+    if isinstance(error, DeadlineError):
+        return 504
+    if isinstance(error, CapacityError | UnavailableError | TransferError) or error.retryable:
+        return 503
+    return 500
+
+
+def envelope(error: FarfillError) -> ErrorEnvelope:
+    """`error` in OpenAI's shape."""
+    status = http_status(error)
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status < 500:
+        kind = "invalid_request_error"
+    else:
+        kind = "server_error"
+    param = error.param if isinstance(error, InvalidRequestError) else None
+    return ErrorEnvelope(ErrorDetail(message=str(error), type=kind, param=param, code=error.reason))
+
+
+def error_response(error: FarfillError, headers: Mapping[str, str] | None = None) -> web.Response:
+    """The answer for `error`, with `Retry-After` where trying again helps."""
+    status = http_status(error)
+    response = web.Response(
+        body=msgspec.json.encode(envelope(error)), status=status, content_type="application/json", headers=headers
+    )
+    if status in (429, 503):
+        retry_after_s = error.retry_after_s if isinstance(error, CapacityError | UnavailableError) else 1.0
+        response.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
+    return response
+
+
+def internal_error(error: Exception) -> FarfillError:
+    """What the client hears of a bug: nothing of its insides."""
+    log.error("internal_error", error=repr(error), exc_info=error)
+    return FarfillError("internal error of the gateway")
+
+
+@web.middleware
+async def openai_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Turn whatever a handler or the router raises into OpenAI's error shape."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        return _router_error(request, error)
+    except FarfillError as error:
+        return error_response(error)
+    except Exception as error:
+        return error_response(internal_error(error))
+
+
+def _router_error(request: web.Request, error: web.HTTPException) -> web.Response:
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        text = f"{request.method} is not allowed for {request.path}; allowed: {allowed}"
+        return error_response(InvalidRequestError(text, reason="method_not_allowed"), {"Allow": allowed})
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        limit = request.client_max_size
+        text = f"the body is larger than {limit} bytes (gateway.max_body_mb: {limit >> 20})"
+        return error_response(InvalidRequestError(text, reason="body_too_large"))
+    if error.status == 404:
+        return error_response(InvalidRequestError(f"unknown path {request.path}", reason="not_found"))
+    if error.status < 500:
+        phrase = HTTPStatus(error.status).phrase.lower()
+        return error_response(InvalidRequestError(error.text or phrase, reason=phrase.replace(" ", "_")))
+    return error_response(internal_error(error))

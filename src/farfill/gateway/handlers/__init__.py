@@ -1,0 +1,1 @@
+"""HTTP handlers: they join parsing, the pipeline and rendering."""

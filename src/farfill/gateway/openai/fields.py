@@ -1,0 +1,94 @@
+"""Which top-level fields a request may carry: nothing a client asks for is dropped silently.
+
+A field is used, or harmless (accepted and without effect by its nature), or a feature that is refused unless
+its value asks for nothing; everything else is unknown and refused with the nearest known name.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from farfill.core.errors import InvalidRequestError
+
+HARMLESS = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "service_tier",
+        "parallel_tool_calls",
+    }
+)
+"""OpenAI fields that describe the caller or how OpenAI runs its service; they never change the output."""
+
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "verbosity": (None,),
+    "web_search_options": (None,),
+    "suffix": (None, ""),
+    "use_beam_search": (None, False),
+    "length_penalty": (None, 1, 1.0),
+    "prompt_logprobs": (None,),
+    "truncate_prompt_tokens": (None,),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "logits_processors": (None, []),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+    "documents": (None, []),
+    "chat_template": (None,),
+    "chat_template_kwargs": (None, {}),
+    "continue_final_message": (None, False),
+    "kv_transfer_params": (None,),
+    "priority": (None, 0),
+    "prompt_embeds": (None,),
+    "mm_processor_kwargs": (None,),
+}
+"""Features of OpenAI and vLLM not offered here, with the values that ask for nothing."""
+
+
+def decode_object(body: bytes) -> dict[str, msgspec.Raw]:
+    """The top level of a JSON object. Raises InvalidRequestError for anything else."""
+    try:
+        return msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError as error:
+        raise InvalidRequestError("the body must be a JSON object", reason="invalid_json") from error
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"the body is not valid JSON: {error}", reason="invalid_json") from error
+
+
+def check_fields(found: Mapping[str, msgspec.Raw], used: Collection[str]) -> None:
+    """Raises InvalidRequestError for the first field of `found` that is unknown or asks for the impossible."""
+    for name, raw in found.items():
+        if name in used or name in HARMLESS:
+            continue
+        if name not in UNSUPPORTED:
+            nearest = difflib.get_close_matches(name, [*used, *HARMLESS, *UNSUPPORTED], n=1)
+            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+            raise InvalidRequestError(f"unknown field {name!r}{hint}", param=name, reason="unknown_field")
+        try:
+            value = msgspec.json.decode(raw)
+        except (msgspec.DecodeError, ValueError, RecursionError) as error:
+            raise InvalidRequestError(
+                f"{name} is not valid JSON: {error}", param=name, reason="invalid_json"
+            ) from error
+        if value not in UNSUPPORTED[name]:
+            raise InvalidRequestError(f"{name} is not supported here", param=name, reason="unsupported")

@@ -1,0 +1,155 @@
+"""Sampling fields of a request, checked and turned into `core.sampling.SamplingParams`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from farfill.core.errors import InvalidRequestError
+from farfill.core.sampling import SamplingParams
+from farfill.gateway.openai.requests import ChatBody, CompletionBody, SamplingFields
+
+MAX_N = 128
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+COMPLETION_MAX_TOKENS = 16
+
+
+def chat_sampling(body: ChatBody, vocab_size: int) -> tuple[SamplingParams, int | None]:
+    """Sampling parameters and the demanded max_tokens (None: the rest of the context)."""
+    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
+        raise InvalidRequestError(
+            "max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens"
+        )
+    top = body.top_logprobs
+    if top is not None and not body.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+    if top is not None:
+        _within("top_logprobs", top, 0, MAX_LOGPROBS)
+    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
+    limit_name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
+    if limit is not None:
+        _at_least(limit_name, limit, 1)
+    return _common(body, vocab_size, limit, (top or 0) if body.logprobs else None), limit
+
+
+def completion_sampling(body: CompletionBody, vocab_size: int) -> tuple[SamplingParams, int | None]:
+    """Sampling parameters and the demanded max_tokens (16 when absent, as in OpenAI's API)."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise InvalidRequestError("best_of other than n is not supported here", param="best_of", reason="unsupported")
+    if body.logprobs is not None:
+        _within("logprobs", body.logprobs, 0, MAX_LOGPROBS)
+        if body.echo:
+            raise InvalidRequestError(
+                "echo together with logprobs needs log-probabilities of the prompt, which are not supported here",
+                param="logprobs",
+                reason="unsupported",
+            )
+    if body.max_tokens is not None:
+        _at_least("max_tokens", body.max_tokens, 1)
+    limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    return _common(body, vocab_size, limit, body.logprobs), body.max_tokens
+
+
+def with_max_tokens(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+    """`sampling` with the final length limit."""
+    return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
+
+
+def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError unless every id is in the vocabulary."""
+    if token_ids and not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+        bad = next(t for t in token_ids if not 0 <= t < vocab_size)
+        raise InvalidRequestError(f"{param}: token id {bad} is not in [0, {vocab_size})", param=param)
+
+
+def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: int | None) -> SamplingParams:
+    defaults = SamplingParams()
+    _check_ranges(body)
+    min_tokens = body.min_tokens or 0
+    _at_least("min_tokens", min_tokens, 0)
+    if limit is not None and min_tokens > limit:
+        raise InvalidRequestError(f"min_tokens {min_tokens} is over max_tokens {limit}", param="min_tokens")
+    stop_token_ids = body.stop_token_ids or []
+    check_token_ids("stop_token_ids", stop_token_ids, vocab_size)
+    if body.spaces_between_special_tokens is False:
+        raise InvalidRequestError(
+            "spaces_between_special_tokens: false is not supported here",
+            param="spaces_between_special_tokens",
+            reason="unsupported",
+        )
+
+    def given(name: str) -> float:
+        value = getattr(body, name)
+        return getattr(defaults, name) if value is None else value
+
+    return SamplingParams(
+        max_tokens=defaults.max_tokens if limit is None else limit,
+        min_tokens=min_tokens,
+        temperature=given("temperature"),
+        top_p=given("top_p"),
+        top_k=max(0, body.top_k or 0),
+        min_p=given("min_p"),
+        seed=body.seed,
+        stop=_stop(body.stop),
+        stop_token_ids=tuple(stop_token_ids),
+        include_stop_str_in_output=bool(body.include_stop_str_in_output),
+        presence_penalty=given("presence_penalty"),
+        frequency_penalty=given("frequency_penalty"),
+        repetition_penalty=given("repetition_penalty"),
+        logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
+        logprobs=logprobs,
+        n=1 if body.n is None else body.n,
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+    )
+
+
+def _check_ranges(body: SamplingFields) -> None:
+    for name, value, low, high in (
+        ("temperature", body.temperature, 0, 2),
+        ("min_p", body.min_p, 0, 1),
+        ("presence_penalty", body.presence_penalty, -2, 2),
+        ("frequency_penalty", body.frequency_penalty, -2, 2),
+        ("n", body.n, 1, MAX_N),
+        ("seed", body.seed, -(2**63), 2**63 - 1),
+        ("top_k", body.top_k, -1, 2**31 - 1),
+    ):
+        if value is not None:
+            _within(name, value, low, high)
+    if body.top_p is not None and not 0 < body.top_p <= 1:
+        raise InvalidRequestError(f"top_p must be in (0, 1], got {body.top_p}", param="top_p")
+    if body.repetition_penalty is not None and not 0 < body.repetition_penalty <= 100:
+        raise InvalidRequestError(
+            f"repetition_penalty must be in (0, 100], got {body.repetition_penalty}", param="repetition_penalty"
+        )
+
+
+def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
+    strings = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop has {len(strings)} strings, at most {MAX_STOP_STRINGS}", param="stop")
+    for text in strings:
+        if not 0 < len(text) <= MAX_STOP_CHARS:
+            raise InvalidRequestError(f"stop strings have 1 to {MAX_STOP_CHARS} characters", param="stop")
+    return strings
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    parsed: dict[int, float] = {}
+    for key, value in bias.items():
+        if not key.isdecimal() or int(key) >= vocab_size:
+            raise InvalidRequestError(f"logit_bias: {key!r} is not a token id below {vocab_size}", param="logit_bias")
+        _within("logit_bias", value, -100, 100)
+        parsed[int(key)] = value
+    return parsed
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise InvalidRequestError(f"{name} must be at least {low}, got {value}", param=name)

@@ -1,0 +1,1 @@
+"""The steps of a request, in order: authenticate, admit, tokenize, hash, place, dispatch, stream."""

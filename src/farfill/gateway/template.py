@@ -1,0 +1,84 @@
+"""Chat templates: Hugging Face's jinja dialect in a sandbox.
+
+Same environment as transformers documents for chat templates: immutable sandbox, `trim_blocks`,
+`lstrip_blocks`, loop controls, `raise_exception`, `strftime_now`, `tojson` without HTML escaping, and the
+`{% generation %}` block, which only marks text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from farfill.core.errors import ConfigError, InvalidRequestError
+
+ChatMessage = Mapping[str, str]
+
+
+class ChatTemplate:
+    """A compiled chat template and the special tokens it may name."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ConfigError when the template does not compile."""
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the model's chat template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
+        """The prompt text. Raises InvalidRequestError when the template refuses the messages."""
+        try:
+            return self._template.render(
+                messages=[dict(m) for m in messages],
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self._special_tokens,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError) as error:
+            raise InvalidRequestError(
+                f"the model's chat template refuses these messages: {error}", param="messages", reason="chat_template"
+            ) from error
+
+
+class _GenerationBlock(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}`: marks what the assistant said; renders its body unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012 -- jinja2 wants a plain set here
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+    env = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[jinja2.ext.loopcontrols, _GenerationBlock],
+    )
+    env.filters["tojson"] = _tojson
+    env.globals["raise_exception"] = _raise_exception
+    env.globals["strftime_now"] = _strftime_now
+    return env
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)
