@@ -81,7 +81,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -138,7 +138,7 @@ class ChatRenderer:
     def _chunk(
         self,
         choices: list[ChatChunkChoice],
-        usage: Usage | None | UnsetType,
+        usage: Usage | UnsetType | None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
         return sse(

@@ -47,7 +47,7 @@ class Completion(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None | UnsetType = UNSET
+    usage: Usage | UnsetType | None = UNSET
     system_fingerprint: None = None
 
 
@@ -97,7 +97,7 @@ class CompletionRenderer:
             prompt_token_ids=self._prompt_ids(choice.index),
         )
 
-    def _message(self, choices: list[CompletionChoice], usage: Usage | None | UnsetType) -> Completion:
+    def _message(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> Completion:
         return Completion(id=self._id, created=self._r.created, model=self._r.model, choices=choices, usage=usage)
 
     def _echo(self, index: int) -> str:

@@ -75,7 +75,7 @@ class Rendering:
         return index // self.choices_per_prompt
 
     @property
-    def chunk_usage(self) -> None | UnsetType:
+    def chunk_usage(self) -> UnsetType | None:
         """`usage` of ordinary chunks: null when a usage chunk will follow, else absent."""
         return None if self.include_usage else UNSET
 

@@ -133,7 +133,7 @@ def parse_prompts(raw: msgspec.Raw) -> list[str] | list[list[int]]:
         return _decode_prompt(data, list[list[int]])
     if first == b"]" or not first:
         raise InvalidRequestError(
-            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids, not empty",
+            "prompt must be a string, token ids, or a list of either, and not empty",
             param="prompt",
         )
     return [_decode_prompt(data, list[int])]

@@ -58,7 +58,7 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int) -> SamplingParams
 
 def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
     """Raises InvalidRequestError unless every id is in the vocabulary."""
-    if token_ids and not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(t for t in token_ids if not 0 <= t < vocab_size)
         raise InvalidRequestError(f"{param}: token id {bad} is not in [0, {vocab_size})", param=param)
 
