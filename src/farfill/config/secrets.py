@@ -20,7 +20,7 @@ class TlsMaterial:
     ca_pem: bytes
 
 
-def resolve_secret(reference: str, base_dir: Path, *, private: bool) -> bytes:
+def resolve_secret(reference: str, base_dir: Path, *, private: bool = False) -> bytes:
     """The bytes behind `reference`; a relative `file:` path starts at `base_dir`.
 
     Raises ConfigError when it is missing or empty, or when a `private` file is readable by everyone.

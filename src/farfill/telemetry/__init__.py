@@ -1,0 +1,1 @@
+"""The only place that declares metrics and shapes log lines."""

@@ -1,0 +1,110 @@
+"""Structured logs to stderr, one line an event, with the process's role, site and name on each.
+
+Tickets, keys and credentials never reach a line: values under telling names are replaced, and bearer tokens
+and PEM private keys are cut out of any text.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, Literal, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+REDACTED = "[redacted]"
+
+_SECRET_NAMES = frozenset(
+    {
+        "ticket",
+        "authorization",
+        "proxy_authorization",
+        "cookie",
+        "set_cookie",
+        "api_key",
+        "x_api_key",
+        "key_pem",
+        "private_key",
+        "signing_key",
+        "password",
+        "secret",
+    }
+)
+_SECRET_TEXT = re.compile(
+    r"(?i:\bbearer\s+)[A-Za-z0-9._~+/=-]+"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    re.DOTALL,
+)
+
+
+def setup_logging(
+    level: Literal["debug", "info", "warning", "error"],
+    fmt: Literal["json", "text"],
+    *,
+    stream: TextIO | None = None,
+    **bound: str,
+) -> None:
+    """Send structlog and stdlib logging to `stream` (stderr) in one format; `bound` fields go on every line."""
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        _add(bound),
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.StackInfoRenderer(),
+        structlog.processors.format_exc_info,
+        redact,
+    ]
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    out = stream if stream is not None else sys.stderr
+    renderer: Processor = (
+        structlog.processors.JSONRenderer()
+        if fmt == "json"
+        else structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[structlog.stdlib.ExtraAdder(), *shared],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
+        )
+    )
+    root = logging.getLogger()
+    for old in root.handlers[:]:
+        root.removeHandler(old)
+    root.addHandler(handler)
+    root.setLevel(level.upper())
+
+
+def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """Replace secrets in `event`, at any depth."""
+    return {key: _redacted(key, value) for key, value in event.items()}
+
+
+def _redacted(key: object, value: Any) -> Any:
+    if isinstance(key, str) and key.lower().replace("-", "_") in _SECRET_NAMES:
+        return REDACTED
+    if isinstance(value, str):
+        return _SECRET_TEXT.sub(REDACTED, value)
+    if isinstance(value, dict):
+        return {inner: _redacted(inner, item) for inner, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_redacted(None, item) for item in value]
+    return value
+
+
+def _add(bound: dict[str, str]) -> Callable[[WrappedLogger, str, EventDict], EventDict]:
+    """Bound fields, unless the event itself says otherwise."""
+
+    def add(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        return {**bound, **event}
+
+    return add

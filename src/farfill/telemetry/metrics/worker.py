@@ -1,0 +1,120 @@
+"""Metrics of a prefill, decode or mixed worker."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from farfill.core.cluster import FallbackReason
+from farfill.telemetry.metrics.families import TRANSFER_BUCKETS_S, TTFT_BUCKETS_S, MetricSet
+
+FALLBACKS = tuple(str(reason) for reason in FallbackReason if reason is not FallbackReason.NONE)
+
+
+class Load(Protocol):
+    """What is read of an `engine.protocol.EngineLoad`."""
+
+    @property
+    def queued_tokens(self) -> int: ...
+    @property
+    def running_sequences(self) -> int: ...
+    @property
+    def waiting_sequences(self) -> int: ...
+    @property
+    def kv_used_bytes(self) -> int: ...
+    @property
+    def prefix_cache_bytes(self) -> int: ...
+
+
+class WorkerMetrics:
+    """Labels `site`, `role` and `model` are the worker's own."""
+
+    def __init__(self, *, site: str, role: str, model: str) -> None:
+        metrics = MetricSet(site=site, role=role, model=model)
+        self.registry = metrics.registry
+        self._declare_load(metrics)
+        self._declare_work(metrics)
+        self._declare_transfers(metrics)
+
+    def _declare_load(self, metrics: MetricSet) -> None:
+        self._queue_tokens = metrics.gauge("farfill_queue_tokens", "Prompt tokens waiting to be prefilled.")()
+        self._running = metrics.gauge("farfill_running_sequences", "Sequences being prefilled or decoded.")()
+        self._waiting = metrics.gauge("farfill_waiting_sequences", "Sequences waiting for the engine.")()
+        self._kv_used = metrics.gauge("farfill_kv_used_bytes", "KV memory in use, prefix cache included.")()
+        self._kv_total = metrics.gauge("farfill_kv_total_bytes", "KV memory this worker may use.")()
+        self._prefix_cache = metrics.gauge("farfill_prefix_cache_bytes", "KV memory kept for prefix hits.")()
+        self._held = metrics.gauge("farfill_held_transfers", "Transfers that hold KV memory; 0 when idle.")()
+        self._registry_up = metrics.gauge("farfill_registry_up", "1 while the registry answers this process.")()
+        self._registry_requests = metrics.counter(
+            "farfill_registry_requests", "Calls to the registry, by outcome.", outcome=("ok",)
+        )
+
+    def _declare_work(self, metrics: MetricSet) -> None:
+        self._requests = metrics.counter(
+            "farfill_worker_requests", "Requests this worker served, by outcome.", outcome=("ok", "cancelled")
+        )
+        self._prefill_seconds = metrics.histogram(
+            "farfill_prefill_seconds", "Compute time of one prompt.", TTFT_BUCKETS_S
+        )()
+        self._prefill_tokens = metrics.counter(
+            "farfill_prefill_tokens",
+            "Prompt tokens by source: computed here, or had from a prefix hit (cached).",
+            source=("computed", "cached"),
+        )
+        self._fallbacks = metrics.counter(
+            "farfill_worker_fallbacks", "Prompts placed far that were prefilled here, by reason.", reason=FALLBACKS
+        )
+
+    def _declare_transfers(self, metrics: MetricSet) -> None:
+        self._transfers = metrics.counter(
+            "farfill_transfers", "KV transfers that ended, by outcome and reason.", outcome=(), reason=()
+        )
+        self._transfers(outcome="ok", reason="none")
+        for reason in FALLBACKS:
+            self._transfers(outcome="failed", reason=reason)
+        self._transfer_seconds = metrics.histogram(
+            "farfill_transfer_seconds", "Whole KV transfers, hidden parts included.", TRANSFER_BUCKETS_S
+        )()
+        self._raw_bytes = metrics.counter("farfill_transfer_raw_bytes", "KV bytes before compression.")()
+        self._wire_bytes = metrics.counter("farfill_transfer_wire_bytes", "KV bytes as sent.")()
+
+    def set_capacity(self, kv_total_bytes: int) -> None:
+        """KV memory this worker may use."""
+        self._kv_total.set(kv_total_bytes)
+
+    def set_load(self, load: Load) -> None:
+        """How busy the engine is."""
+        self._queue_tokens.set(load.queued_tokens)
+        self._running.set(load.running_sequences)
+        self._waiting.set(load.waiting_sequences)
+        self._kv_used.set(load.kv_used_bytes)
+        self._prefix_cache.set(load.prefix_cache_bytes)
+
+    def set_held_transfers(self, count: int) -> None:
+        """The leak counter."""
+        self._held.set(count)
+
+    def prefill_finished(self, seconds: float, computed_tokens: int, cached_tokens: int) -> None:
+        """A prompt was prefilled here."""
+        self._prefill_seconds.observe(seconds)
+        self._prefill_tokens(source="computed").inc(computed_tokens)
+        self._prefill_tokens(source="cached").inc(cached_tokens)
+
+    def transfer_finished(self, outcome: str, reason: str, seconds: float, raw_bytes: int, wire_bytes: int) -> None:
+        """A KV transfer ended; `outcome` is "ok" or "failed", `reason` a `FallbackReason`."""
+        self._transfers(outcome=outcome, reason=reason).inc()
+        self._transfer_seconds.observe(seconds)
+        self._raw_bytes.inc(raw_bytes)
+        self._wire_bytes.inc(wire_bytes)
+
+    def request_finished(self, outcome: str) -> None:
+        """A request of the gateway ended: "ok", "cancelled" or a stable reason."""
+        self._requests(outcome=outcome).inc()
+
+    def fallback(self, reason: str) -> None:
+        """A prompt placed far is prefilled here."""
+        self._fallbacks(reason=reason).inc()
+
+    def registry_answered(self, outcome: str) -> None:
+        """A call to the registry ended: "ok" or a stable reason."""
+        self._registry_requests(outcome=outcome).inc()
+        self._registry_up.set(1 if outcome == "ok" else 0)
