@@ -1,0 +1,278 @@
+"""The registry's clients: `Announcer` keeps a worker registered, `InstanceWatcher` knows all workers.
+
+Both live through a registry that is away: the watcher keeps the last known state, the announcer tries again
+with growing pauses, and both say so once in the log and on every call in the metrics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import ssl
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import aiohttp
+import msgspec
+import structlog
+
+from farfill.core.cluster import Instance, InstanceState
+from farfill.core.errors import FarfillError, ProtocolError
+from farfill.registry.messages import encode, error_of, from_message, to_message
+from farfill.wire.control import CONTENT_TYPE, PROTOCOL_VERSION, VERSION_HEADER, InstancesReply, LeaseReply
+
+log = structlog.get_logger()
+
+CALL_TIMEOUT_S = 5.0
+LEAVE_TIMEOUT_S = 2.0
+POLL_WAIT_S = 20.0
+LOAD_PERIOD_S = 0.5
+FIRST_BACKOFF_S = 0.1
+LAST_BACKOFF_S = 2.0
+
+
+class RegistryObserver(Protocol):
+    """Hears how each call to the registry ended: "ok" or a stable reason."""
+
+    def registry_answered(self, outcome: str) -> None: ...
+
+
+class _RegistryCalls:
+    """One HTTP session to the registry; every failure becomes a FarfillError and is told once per outage."""
+
+    def __init__(self, url: str, context: ssl.SSLContext | None, observer: RegistryObserver | None) -> None:
+        self._url = url.rstrip("/")
+        self._context = context
+        self._observer = observer
+        self._session: aiohttp.ClientSession | None = None
+        self._away = False
+        self.backoff_s = FIRST_BACKOFF_S
+
+    def open(self) -> None:
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=self._context if self._context is not None else True, limit=4),
+            headers={VERSION_HEADER: str(PROTOCOL_VERSION), "Content-Type": CONTENT_TYPE},
+        )
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def call(
+        self, method: str, path: str, *, timeout_s: float = CALL_TIMEOUT_S, body: bytes | None = None, **query: str
+    ) -> bytes:
+        """The body of a 200. Raises FarfillError otherwise."""
+        assert self._session is not None, "use the client as a context manager"
+        try:
+            async with (
+                asyncio.timeout(timeout_s),
+                self._session.request(method, self._url + path, data=body, params=query) as response,
+            ):
+                answer = await response.read()
+                if response.status != 200:
+                    raise error_of(response.status, answer)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            reason = "timeout" if isinstance(error, TimeoutError) else "unreachable"
+            text = str(error) or type(error).__name__
+            raise FarfillError(f"registry: {text}", reason=reason, retryable=True, side="registry") from error
+        return answer
+
+    def succeeded(self) -> None:
+        self._tell("ok")
+        if self._away:
+            log.info("registry_back", url=self._url)
+        self._away = False
+        self.backoff_s = FIRST_BACKOFF_S
+
+    def failed(self, error: FarfillError) -> float:
+        """Note a failed call; returns the seconds to pause before the next."""
+        self._tell(error.reason)
+        if not self._away:
+            log.warning("registry_away", url=self._url, reason=error.reason, error=str(error))
+        self._away = True
+        pause_s = self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, LAST_BACKOFF_S)
+        return pause_s
+
+    def _tell(self, outcome: str) -> None:
+        if self._observer is not None:
+            self._observer.registry_answered(outcome)
+
+
+class Announcer:
+    """Keeps one instance registered while the context is open, and takes it off at the end.
+
+    Renews every third of a lease, at once when the state changes, within half a second when the load does.
+    """
+
+    def __init__(
+        self,
+        *,
+        registry_url: str,
+        ssl_context: ssl.SSLContext | None,
+        instance: Instance,
+        observer: RegistryObserver | None = None,
+    ) -> None:
+        self._calls = _RegistryCalls(registry_url, ssl_context, observer)
+        self._instance = instance
+        self._sent: Instance | None = None
+        self._sent_at_s = 0.0
+        self._lease_s = 0.0
+        self._due_s = 0.0
+        self._wake = asyncio.Event()
+        self._renewed = asyncio.Condition()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def registered(self) -> bool:
+        """Whether the registry lists us now: the last renewal is younger than the lease."""
+        return self._sent is not None and self._now_s() - self._sent_at_s < self._lease_s
+
+    async def announce(self, **changes: Any) -> None:
+        """Change fields of the instance. After a change of `state` it returns when the registry knows it,
+        or cannot be told now (renewals go on)."""
+        before, self._instance = self._instance, dataclasses.replace(self._instance, **changes)
+        if self._instance == before:
+            return
+        urgent = self._instance.state is not before.state
+        self._due_s = self._now_s() if urgent else min(self._due_s, self._sent_at_s + LOAD_PERIOD_S)
+        self._wake.set()
+        if urgent:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_TIMEOUT_S), self._renewed:
+                    await self._renewed.wait_for(lambda: self._knows(self._instance.state))
+
+    async def __aenter__(self) -> Self:
+        self._calls.open()
+        self._task = asyncio.create_task(self._keep(), name="registry-announcer")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await _end(self._task)
+        try:
+            if self._sent is not None:
+                await self._calls.call(
+                    "DELETE", self._path(), timeout_s=LEAVE_TIMEOUT_S, generation=self._instance.generation
+                )
+        except FarfillError as left:
+            log.warning("deregister_failed", reason=left.reason, error=str(left))
+        finally:
+            self._sent = None
+            await self._calls.close()
+
+    def _knows(self, state: InstanceState) -> bool:
+        return self._sent is not None and self._sent.state is state
+
+    def _path(self) -> str:
+        return f"/v1/instances/{self._instance.name}"
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._renew()
+                self._calls.succeeded()
+                if self._instance == self._sent:  # otherwise `announce` has set when the news is due
+                    self._due_s = self._now_s() + self._lease_s / 3
+            except FarfillError as error:
+                self._due_s = self._now_s() + self._calls.failed(error)
+            async with self._renewed:
+                self._renewed.notify_all()
+            await self._until_due()
+
+    async def _renew(self) -> None:
+        instance = self._instance
+        body = encode(to_message(instance))
+        answer = await self._calls.call("PUT", self._path(), body=body)
+        try:
+            reply = msgspec.msgpack.decode(answer, type=LeaseReply)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the registry's answer makes no sense: {error}", side="registry") from error
+        self._sent, self._sent_at_s, self._lease_s = instance, self._now_s(), reply.lease_s
+
+    async def _until_due(self) -> None:
+        while (left_s := self._due_s - self._now_s()) > 0:
+            self._wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    await self._wake.wait()
+
+
+class InstanceWatcher:
+    """Knows all live instances while the context is open, from one long poll after another."""
+
+    def __init__(
+        self,
+        *,
+        registry_url: str,
+        ssl_context: ssl.SSLContext | None,
+        observer: RegistryObserver | None = None,
+        on_change: Callable[[tuple[Instance, ...]], None] | None = None,
+    ) -> None:
+        self._calls = _RegistryCalls(registry_url, ssl_context, observer)
+        self._on_change = on_change
+        self._instances: tuple[Instance, ...] = ()
+        self._revision = 0
+        self._known = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def instances(self) -> tuple[Instance, ...]:
+        """The last known state; it stays while the registry is away."""
+        return self._instances
+
+    @property
+    def known(self) -> bool:
+        """Whether the registry has answered at least once."""
+        return self._known.is_set()
+
+    async def __aenter__(self) -> Self:
+        self._calls.open()
+        self._task = asyncio.create_task(self._watch(), name="registry-watcher")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await _end(self._task)
+        await self._calls.close()
+
+    async def _watch(self) -> None:
+        while True:
+            try:
+                await self._poll()
+            except FarfillError as error:
+                await asyncio.sleep(self._calls.failed(error))
+
+    async def _poll(self) -> None:
+        answer = await self._calls.call(
+            "GET",
+            "/v1/instances",
+            timeout_s=POLL_WAIT_S + CALL_TIMEOUT_S,
+            after=str(self._revision),
+            wait_s=str(POLL_WAIT_S),
+        )
+        try:
+            reply = msgspec.msgpack.decode(answer, type=InstancesReply)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"the registry's answer makes no sense: {error}", side="registry") from error
+        instances = tuple(from_message(message) for message in reply.instances)
+        self._calls.succeeded()
+        self._revision = reply.revision
+        if instances != self._instances or not self.known:
+            self._instances = instances
+            self._known.set()
+            if self._on_change is not None:
+                self._on_change(instances)
+
+
+async def _end(task: asyncio.Task[None] | None) -> None:
+    if task is not None:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
