@@ -1,0 +1,78 @@
+"""What a link between two sites is worth: rate and round trip, smoothed from what transfers saw. Pure."""
+
+from __future__ import annotations
+
+SMOOTHING = 0.3
+MIN_WINDOW_S = 0.05
+MIN_WINDOW_BYTES = 256 * 1024
+
+
+class SmoothedValue:
+    """An exponentially weighted mean; None until the first sample."""
+
+    def __init__(self, smoothing: float = SMOOTHING) -> None:
+        self._smoothing = smoothing
+        self._value: float | None = None
+
+    @property
+    def value(self) -> float | None:
+        """The mean so far."""
+        return self._value
+
+    def add(self, sample: float) -> None:
+        """Fold one sample in."""
+        old = self._value
+        self._value = sample if old is None else old + self._smoothing * (sample - old)
+
+
+class LinkEstimate:
+    """Rate and RTT of one link.
+
+    The rate is goodput while the link was busy: bytes acknowledged over windows during which something was
+    always outstanding. Idle time never lowers it.
+    """
+
+    def __init__(self) -> None:
+        self._rate = SmoothedValue()
+        self._rtt = SmoothedValue()
+        self._window_start_s: float | None = None
+        self._window_bytes = 0
+
+    @property
+    def rate_bytes_per_s(self) -> float | None:
+        """Goodput of the busy link in wire bytes per second; None before the first full window."""
+        return self._rate.value
+
+    @property
+    def rtt_s(self) -> float | None:
+        """Round trip of a small message; None before the first."""
+        return self._rtt.value
+
+    def busy(self, now_s: float) -> None:
+        """Something became outstanding (idempotent while busy)."""
+        if self._window_start_s is None:
+            self._window_start_s = now_s
+            self._window_bytes = 0
+
+    def acknowledged(self, wire_bytes: int, now_s: float, *, still_busy: bool) -> None:
+        """`wire_bytes` arrived at the other side; `still_busy` tells whether more is outstanding."""
+        if self._window_start_s is None:
+            return
+        self._window_bytes += wire_bytes
+        elapsed = now_s - self._window_start_s
+        if elapsed >= MIN_WINDOW_S and self._window_bytes >= MIN_WINDOW_BYTES:
+            self._rate.add(self._window_bytes / elapsed)
+            self._window_start_s, self._window_bytes = now_s, 0
+        if not still_busy:
+            self._window_start_s = None
+
+    def round_trip(self, seconds: float) -> None:
+        """One PING was answered after `seconds`."""
+        if seconds > 0:
+            self._rtt.add(seconds)
+
+    def transfer_s(self, nbytes: int) -> float | None:
+        """Estimated seconds to move `nbytes` and hear that they arrived; None while the rate is unknown."""
+        if self._rate.value is None:
+            return None
+        return nbytes / self._rate.value + (self._rtt.value or 0.0)

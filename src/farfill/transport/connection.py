@@ -1,0 +1,188 @@
+"""Runs one connection: cuts a channel into frames, full duplex, on the calling thread.
+
+Guarantees to its session: calls come from this one thread; a frame asked for is sent whole or the connection
+ends; `closed` is the last call, whatever happened; a chunk sink gets either `complete` or `abandon`.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+
+import structlog
+
+from farfill.clock import Clock
+from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolError
+from farfill.transport.errors import TransportError, TransportInterruptedError
+from farfill.transport.protocol import Channel, ChunkSink, OutgoingFrame, Receive, Session
+from farfill.transport.waker import Waker
+from farfill.wire.frames import HEADER_BYTES, FrameHeader, FrameType, unpack_header
+
+# One TLS write call; a call must be repeated with the same length, so it bounds how long reading waits.
+WRITE_SLICE_BYTES = 256 * 1024
+TURN_BYTES = 1024 * 1024  # how much one direction may move before the other gets its turn
+MAX_WAIT_S = 0.25
+WIND_DOWN_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Connection:
+    """One channel, one session, one thread: whoever calls `run`."""
+
+    def __init__(self, channel: Channel, session: Session, waker: Waker, clock: Clock) -> None:
+        self._channel = channel
+        self._session = session
+        self._waker = waker
+        self._clock = clock
+        self._out: OutgoingFrame | None = None
+        self._out_position = 0
+        self._write_blocked = False
+        self._header = memoryview(bytearray(HEADER_BYTES))
+        self._header_bytes = 0
+        self._sink: ChunkSink | None = None
+
+    def run(self) -> None:
+        """Until either side ends it. Errors go to `session.closed`, never out of here."""
+        error: Exception | None = None
+        try:
+            self._loop()
+        except (FarfillError, OSError) as failed:
+            error = failed
+        except Exception as failed:
+            _log.exception("connection_crashed", peer=self._channel.peer.name)
+            error = failed
+        try:
+            if self._sink is not None:
+                self._sink.abandon()
+            self._session.closed(error)
+        finally:
+            self._channel.close()
+
+    def _loop(self) -> None:
+        poll = select.poll()
+        poll.register(self._channel.fileno(), select.POLLIN)
+        poll.register(self._waker.fileno(), select.POLLIN)
+        writing = False
+        while True:
+            self._waker.clear()
+            if self._waker.stopped:
+                raise TransportInterruptedError("closed from this side")
+            wait_s = min(self._session.tick(self._clock.now_s()), MAX_WAIT_S)
+            moved = self._write()
+            if self._session.finishing:
+                self._wind_down()
+                return
+            try:
+                moved = self._read() or moved
+            except (ProtocolError, IncompatiblePeerError) as error:
+                self._session.violated(error)
+                self._wind_down()
+                raise
+            if moved:
+                continue
+            want = self._write_blocked or self._channel.wants_write
+            if want != writing:
+                writing = want
+                poll.modify(self._channel.fileno(), select.POLLIN | (select.POLLOUT if want else 0))
+            poll.poll(max(0.0, wait_s) * 1000)
+
+    def _write(self) -> bool:
+        """Send until the channel is full, there is nothing to send, or the turn is over."""
+        moved = 0
+        self._write_blocked = False
+        while moved < TURN_BYTES:
+            if self._out is None:
+                self._out = self._session.next_frame(self._clock.now_s())
+                self._out_position = 0
+                if self._out is None:
+                    break
+            sent = self._out.send(self._out_position, WRITE_SLICE_BYTES, self._channel.send)
+            if sent == 0:
+                self._write_blocked = True
+                break
+            moved += sent
+            self._out_position += sent
+            if self._out_position == self._out.size:
+                frame, self._out = self._out, None
+                self._session.frame_sent(frame, self._clock.now_s())
+        return moved > 0
+
+    def _read(self) -> bool:
+        """Receive until the channel is empty or the turn is over."""
+        moved = 0
+        while moved < TURN_BYTES:
+            if self._sink is None:
+                count = self._channel.recv_into(self._header[self._header_bytes :])
+            else:
+                count = self._sink.fill(self._channel.recv_into)
+            if count is None:
+                break
+            if count == 0:
+                self._end_of_stream()
+            moved += count
+            if self._sink is None:
+                self._header_bytes += count
+                if self._header_bytes < HEADER_BYTES:
+                    continue
+                self._begin(unpack_header(self._header))
+            if self._sink is not None and self._sink.remaining == 0:
+                sink, self._sink = self._sink, None
+                sink.complete()
+        return moved > 0
+
+    def _begin(self, header: FrameHeader) -> None:
+        self._header_bytes = 0
+        if header.type is FrameType.CHUNK:
+            self._sink = self._session.chunk(header, self._clock.now_s())
+        else:
+            self._sink = _ControlSink(header, self._session, self._clock)
+
+    def _end_of_stream(self) -> None:
+        if self._header_bytes or self._sink is not None:
+            raise TransportError("the peer closed the connection inside a frame", reason="truncated")
+        raise TransportError("the peer closed the connection")
+
+    def _wind_down(self) -> None:
+        """Send what the session still has to say, end the stream, and discard what still comes.
+
+        Closing with the peer's bytes unread would reset the connection and eat our last frame.
+        """
+        deadline_s = time.monotonic() + WIND_DOWN_S
+        try:
+            while self._write() or self._out is not None:
+                if self._write_blocked:
+                    self._waker.wait_for(self._channel.fileno(), select.POLLOUT, deadline_s)
+            self._channel.finish_sending()
+            scratch = memoryview(bytearray(64 * 1024))
+            while (count := self._channel.recv_into(scratch)) != 0:
+                if count is None:
+                    self._waker.wait_for(self._channel.fileno(), select.POLLIN, deadline_s)
+        except TransportError:
+            return  # the peer is gone or silent: it had its chance to read
+
+
+class _ControlSink:
+    """Collects a bounded control payload and hands it to the session."""
+
+    def __init__(self, header: FrameHeader, session: Session, clock: Clock) -> None:
+        self._header = header
+        self._session = session
+        self._clock = clock
+        self._payload = memoryview(bytearray(header.wire_bytes))
+        self._filled = 0
+
+    @property
+    def remaining(self) -> int:
+        return len(self._payload) - self._filled
+
+    def fill(self, receive: Receive) -> int | None:
+        count = receive(self._payload[self._filled :])
+        self._filled += count or 0
+        return count
+
+    def complete(self) -> None:
+        self._session.control(self._header, self._payload, self._clock.now_s())
+
+    def abandon(self) -> None:
+        """Half a control frame says nothing."""
