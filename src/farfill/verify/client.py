@@ -1,0 +1,222 @@
+"""The gateway's public API as the verifier uses it: exact prompts in, token ids, log-probabilities and records out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+import msgspec
+
+from farfill.core.errors import FarfillError
+from farfill.gateway.records import RequestRecord
+
+FORCE_HEADER = "x-farfill-force-placement"
+PLACEMENT_HEADER = "x-farfill-placement"
+FALLBACK_HEADER = "x-farfill-fallback"
+REASON_HEADER = "x-farfill-reason"
+RECORD_WAIT_S = 10.0
+
+ForcedPlacement = Literal["remote", "local"]
+TokenLogprob = tuple[str, float]
+
+
+class GatewayUnreachableError(FarfillError):
+    """Nothing answers at the gateway's address."""
+
+    reason = "gateway_unreachable"
+    retryable = True
+    side = "gateway"
+
+
+class GatewayRefusedError(FarfillError):
+    """The gateway answered with an error; `status` and `code` are the answer's."""
+
+    reason = "gateway_refused"
+    side = "gateway"
+
+    def __init__(self, message: str, *, status: int, code: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model the gateway offers and how many tokens prompt and output may have together."""
+
+    name: str
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What to ask for. `temperature` 0 is greedy; `salt` keeps runs out of each other's prefix cache."""
+
+    prompt: Sequence[int]
+    max_tokens: int
+    salt: str
+    forced: ForcedPlacement | None = None
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int | None = None
+    ignore_eos: bool = True
+    logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One finished generation. `logprobs` are of the chosen tokens, `top` the alternatives by position."""
+
+    request_id: str
+    placement: str
+    reason: str
+    fallback: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top: tuple[tuple[TokenLogprob, ...], ...]
+    text: str
+
+
+class GatewayClient:
+    """One gateway. `requests` errors are `GatewayUnreachableError` or `GatewayRefusedError`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+
+    async def model(self) -> ServedModel:
+        """The first model offered."""
+        body = await self._json("GET", "/v1/models")
+        first = body["data"][0]
+        return ServedModel(first["id"], first["max_model_len"])
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`."""
+        body = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": add_special_tokens})
+        return body["tokens"]
+
+    async def complete(self, generation: Generation, *, request_id: str | None = None) -> Answer:
+        """Run `generation` to its end, not streamed."""
+        async with self._open(generation, stream=False, request_id=request_id) as response:
+            choice = (await response.json())["choices"][0]
+            return _answer(response.headers, choice)
+
+    @contextlib.asynccontextmanager
+    async def stream(self, generation: Generation, *, request_id: str | None = None) -> AsyncIterator[StreamedAnswer]:
+        """Run `generation` streamed; leaving the block early closes the connection, as a client that goes away."""
+        async with self._open(generation, stream=True, request_id=request_id) as response:
+            yield StreamedAnswer(response)
+
+    async def record(self, request_id: str) -> RequestRecord:
+        """What happened to a request, as gateway and workers reported it."""
+        async with self._request("GET", f"/v1/farfill/requests/{request_id}?wait_s={RECORD_WAIT_S}") as response:
+            return msgspec.json.decode(await response.read(), type=RequestRecord)
+
+    async def metrics(self) -> str:
+        """The gateway's metrics, in Prometheus' text format."""
+        async with self._request("GET", "/metrics") as response:
+            return await response.text()
+
+    def _open(
+        self, generation: Generation, *, stream: bool, request_id: str | None
+    ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        headers: dict[str, str] = {}
+        if generation.forced is not None:
+            headers[FORCE_HEADER] = generation.forced
+        if request_id is not None:
+            headers["x-request-id"] = request_id
+        return self._request("POST", "/v1/completions", _body(generation, stream), headers)
+
+    async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+        async with self._request(method, path, body) as response:
+            return await response.json()
+
+    @contextlib.asynccontextmanager
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        try:
+            async with self._session.request(method, self.url + path, json=body, headers=headers) as response:
+                if response.status >= 400:
+                    raise _refused(response.status, await response.read())
+                yield response
+        except (aiohttp.ClientConnectionError, TimeoutError, asyncio.IncompleteReadError) as error:
+            raise GatewayUnreachableError(
+                f"no answer from the gateway at {self.url}: {error or type(error).__name__}"
+            ) from error
+
+
+class StreamedAnswer:
+    """A generation on its way. Its headers arrive with the first token."""
+
+    def __init__(self, response: aiohttp.ClientResponse) -> None:
+        self._response = response
+        self.placement = response.headers.get(PLACEMENT_HEADER, "")
+        self.fallback = response.headers.get(FALLBACK_HEADER, "")
+        self.request_id = response.headers.get("x-request-id", "")
+
+    async def events(self) -> AsyncIterator[tuple[float, list[int]]]:
+        """(loop time, token ids) of each event that brings tokens. Raises GatewayRefusedError on an error event."""
+        loop = asyncio.get_running_loop()
+        async for line in self._response.content:
+            if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
+                continue
+            message = msgspec.json.decode(line[6:])
+            if "error" in message:
+                raise _refused(200, line[6:])
+            for choice in message["choices"]:
+                if choice.get("token_ids"):
+                    yield loop.time(), choice["token_ids"]
+
+
+@contextlib.asynccontextmanager
+async def gateway_client(url: str, *, timeout_s: float = 600.0) -> AsyncIterator[GatewayClient]:
+    """A client with its own connections."""
+    timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+        yield GatewayClient(url, session)
+
+
+def _body(generation: Generation, stream: bool) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "prompt": list(generation.prompt),
+        "max_tokens": generation.max_tokens,
+        "temperature": generation.temperature,
+        "top_p": generation.top_p,
+        "ignore_eos": generation.ignore_eos,
+        "cache_salt": generation.salt,
+        "return_token_ids": True,
+        "stream": stream,
+    }
+    if generation.seed is not None:
+        body["seed"] = generation.seed
+    if generation.logprobs is not None:
+        body["logprobs"] = generation.logprobs
+    return body
+
+
+def _answer(headers: Any, choice: dict[str, Any]) -> Answer:
+    logprobs = choice["logprobs"] or {"token_logprobs": [], "top_logprobs": []}
+    return Answer(
+        request_id=headers.get("x-request-id", ""),
+        placement=headers.get(PLACEMENT_HEADER, ""),
+        reason=headers.get(REASON_HEADER, ""),
+        fallback=headers.get(FALLBACK_HEADER, ""),
+        token_ids=tuple(choice["token_ids"]),
+        logprobs=tuple(logprobs["token_logprobs"]),
+        top=tuple(tuple(sorted(top.items(), key=lambda entry: -entry[1])) for top in logprobs["top_logprobs"]),
+        text=choice["text"],
+    )
+
+
+def _refused(status: int, body: bytes) -> GatewayRefusedError:
+    try:
+        error = msgspec.json.decode(body)["error"]
+        message, code = str(error["message"]), str(error["code"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        message, code = body[:200].decode("utf-8", "replace"), "unknown"
+    return GatewayRefusedError(f"{code}: {message}", status=status, code=code)
