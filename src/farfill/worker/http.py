@@ -79,7 +79,7 @@ def guard(handler: Handler, *, cluster: str, roles: frozenset[str]) -> Handler:
             version = request.headers.get(VERSION_HEADER, "")
             if version != str(PROTOCOL_VERSION):
                 log.warning("request_refused", reason="protocol_version", path=request.path, peer=str(identity))
-                text = f"protocol version {version or 'missing'} in {VERSION_HEADER}, this worker speaks {PROTOCOL_VERSION}"
+                text = f"{VERSION_HEADER} is {version or 'missing'}, this worker speaks version {PROTOCOL_VERSION}"
                 return message_response(ErrorBody(reason="protocol_version", message=text), 426)
             return await handler(request)
         except FarfillError as error:

@@ -73,6 +73,7 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         clock=clock,
         verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s),
     )
+    parts.metrics.set_capacity(engine.info.kv_total_bytes)
     engine.start()
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -101,6 +102,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
         ssl_context=parts.client_tls,
         instance=_instance(parts),
+        observer=parts.metrics,
     )
     deps = WorkerDeps(
         cluster=config.cluster,
@@ -119,7 +121,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
     await _report_load(parts, receiver, announcer, stop)
     log.info("worker_draining", running=engine.load().running_sequences)
     await announcer.announce(state=InstanceState.DRAINING)
-    await _drain(engine)
+    await _drain(engine, receiver)
 
 
 async def _open_prefill(parts: _Parts, stack: contextlib.AsyncExitStack) -> PrefillService:
@@ -205,12 +207,13 @@ async def _report_load(
             await asyncio.wait_for(stop.wait(), LOAD_PERIOD_S)
 
 
-async def _drain(engine: Engine) -> None:
+async def _drain(engine: Engine, receiver: KVReceiver | None) -> None:
     """Wait until the engine is idle, at most the grace period."""
     deadline_s = asyncio.get_running_loop().time() + DRAIN_GRACE_S
     while asyncio.get_running_loop().time() < deadline_s:
         load = engine.load()
-        if load.running_sequences + load.waiting_sequences == 0:
+        held = 0 if receiver is None else receiver.held_transfers()
+        if load.running_sequences + load.waiting_sequences + held == 0:
             return
         await asyncio.sleep(0.05)
     log.warning("drain_grace_over", running=engine.load().running_sequences)
