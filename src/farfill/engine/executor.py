@@ -1,0 +1,72 @@
+"""What the scheduler needs from a model: KV memory of one sequence, a prefill step and a decode step.
+
+`engine.local` turns any executor into an `Engine`; `torch` and `fake` implement this file. Calls come from one
+thread at a time, except `allocate`, `place` and `read`, which any thread may call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from farfill.core.layout import KVLayout
+
+
+class SequenceKV(Protocol):
+    """The KV cache of one sequence, with room fixed at allocation."""
+
+    @property
+    def tokens(self) -> int:
+        """How many leading tokens' KV is present."""
+        ...
+
+    def place(self, tensor: int, start_token: int, end_token: int) -> memoryview:
+        """The writable place of rows [start, end) of `layout.tensors[tensor]`, before `attach` declares them."""
+        ...
+
+    def attach(self, tokens: int) -> None:
+        """Declare that the rows of the first `tokens` tokens were written into their places.
+
+        Windows hold exactly the rows before `tokens`.
+        """
+        ...
+
+    def read(self, tensor: int, start_token: int, end_token: int) -> memoryview:
+        """Read-only bytes of present rows; stable until a later token is added (for good, for growing tensors)."""
+        ...
+
+    def fork(self) -> SequenceKV:
+        """An independent copy with the same room."""
+        ...
+
+    def truncate(self, tokens: int) -> None:
+        """Forget what a failed step may have added after the first `tokens` tokens (at most one step back)."""
+        ...
+
+
+class Executor(Protocol):
+    """A loaded model."""
+
+    @property
+    def layout(self) -> KVLayout: ...
+
+    def kv_bytes(self, capacity_tokens: int) -> int:
+        """Memory that `allocate(capacity_tokens)` takes."""
+        ...
+
+    def allocate(self, capacity_tokens: int) -> SequenceKV: ...
+
+    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
+        """Add the KV of one prefill chunk, which starts at `kv.tokens`."""
+        ...
+
+    def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
+        """Add one token to each sequence; the logits of what follows, shape (len(rows), vocab_size)."""
+        ...
+
+    def idle(self) -> None:
+        """Nothing is left to do: give memory back that was only kept for speed."""
+        ...

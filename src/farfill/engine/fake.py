@@ -1,0 +1,183 @@
+"""An engine without a model: exact, deterministic and fast, for tests of everything around an engine.
+
+Each KV row is a hash of the row before it (as found in the cache), the token, the tensor and the position; each
+next token is a function of all KV bytes the sequence was handed. So any wrong, missing or misplaced byte gives
+other tokens. Everything else (queue, memory, prefix cache, sampling, text) is the code the real engine runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from farfill.clock import Clock
+from farfill.core.layout import KVLayout, TensorKind, TensorLayout
+from farfill.engine.executor import SequenceKV
+from farfill.engine.local import EngineLimits, LocalEngine
+from farfill.engine.memory import allocate_bytes
+from farfill.engine.output import Vocabulary, byte_alphabet
+from farfill.engine.protocol import EngineInfo
+
+EOS_ID = 256
+VOCAB_SIZE = 257
+ROW_BYTES = 16
+
+Step = Callable[[str], None]
+"""Called on the engine thread with "prefill" or "decode" before each step; may block, or raise to make it fail."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeOptions:
+    """Shape and bounds of a fake engine. `window_tokens` > 0 adds a layer with sliding windows."""
+
+    model: str = "fake"
+    fingerprint: str = "fake-fingerprint"
+    prefill_chunk_tokens: int = 16
+    window_tokens: int = 0
+    max_context_tokens: int = 4096
+    max_batch: int = 8
+    max_queue: int = 64
+    kv_total_bytes: int = 1 << 24
+    prefix_cache_bytes: int = 0
+
+
+class FakeEngine(LocalEngine):
+    """A `LocalEngine` over a `FakeExecutor`; `executor.step` may be replaced at any time."""
+
+    def __init__(
+        self, options: FakeOptions | None = None, step: Step | None = None, clock: Clock | None = None
+    ) -> None:
+        options = options or FakeOptions()
+        self.executor = FakeExecutor(fake_layout(options.prefill_chunk_tokens, options.window_tokens), step)
+        info = EngineInfo(
+            engine="fake",
+            model=options.model,
+            fingerprint=options.fingerprint,
+            layout=self.executor.layout,
+            max_context_tokens=options.max_context_tokens,
+            vocab_size=VOCAB_SIZE,
+            kv_total_bytes=options.kv_total_bytes,
+        )
+        limits = EngineLimits(
+            max_batch=options.max_batch,
+            max_queue=options.max_queue,
+            prefix_cache_bytes=options.prefix_cache_bytes,
+        )
+        vocabulary = Vocabulary.of(byte_tokenizer(), frozenset({EOS_ID}), VOCAB_SIZE)
+        super().__init__(info, self.executor, vocabulary, limits, clock)
+
+
+class FakeKV:
+    """Rows of every tensor in one buffer each; windows keep all rows, but may only be read where they should."""
+
+    def __init__(self, layout: KVLayout, capacity_tokens: int) -> None:
+        self.layout = layout
+        self.capacity_tokens = capacity_tokens
+        self.tokens = 0
+        self.buffers = [allocate_bytes(capacity_tokens * t.row_bytes) for t in layout.tensors]
+
+    def place(self, tensor: int, start_token: int, end_token: int) -> memoryview:
+        """The writable place of rows [start, end)."""
+        row = self.layout.tensors[tensor].row_bytes
+        return self.buffers[tensor].data[start_token * row : end_token * row]
+
+    def attach(self, tokens: int) -> None:
+        """Declare the rows of the first `tokens` tokens present."""
+        self.tokens = tokens
+
+    def read(self, tensor: int, start_token: int, end_token: int) -> memoryview:
+        """Read-only bytes of present rows."""
+        assert end_token <= self.tokens, f"rows up to {end_token} wanted, {self.tokens} present"
+        return self.place(tensor, start_token, end_token).toreadonly()
+
+    def fork(self) -> FakeKV:
+        """An independent copy."""
+        copy = FakeKV(self.layout, self.capacity_tokens)
+        copy.tokens = self.tokens
+        for mine, other in zip(self.buffers, copy.buffers, strict=True):
+            other[:] = mine
+        return copy
+
+    def truncate(self, tokens: int) -> None:
+        """Forget the rows after the first `tokens` tokens."""
+        self.tokens = tokens
+
+    def append(self, token: int) -> None:
+        """Add one token's rows."""
+        at = self.tokens
+        before = bytes(self.place(0, at - 1, at)) if at else b""
+        for i, tensor in enumerate(self.layout.tensors):
+            person = f"{i}:{at}".encode()
+            row = blake2b(before + token.to_bytes(4, "little"), digest_size=tensor.row_bytes, person=person)
+            self.place(i, at, at + 1)[:] = row.digest()
+        self.tokens = at + 1
+
+    def digest(self) -> int:
+        """A number over all bytes attention may look at."""
+        state = blake2b(digest_size=8)
+        for i, tensor in enumerate(self.layout.tensors):
+            first = 0 if tensor.kind.grows else max(0, self.tokens - tensor.window_tokens - 1)
+            state.update(self.place(i, first, self.tokens))
+        return int.from_bytes(state.digest(), "little")
+
+
+class FakeExecutor:
+    """Implements `engine.executor.Executor` with hashes."""
+
+    def __init__(self, layout: KVLayout, step: Step | None = None) -> None:
+        self.layout = layout
+        self.step: Step = step or (lambda phase: None)
+
+    def kv_bytes(self, capacity_tokens: int) -> int:
+        """Memory of one sequence."""
+        return capacity_tokens * sum(t.row_bytes for t in self.layout.tensors)
+
+    def allocate(self, capacity_tokens: int) -> FakeKV:
+        """An empty sequence."""
+        return FakeKV(self.layout, capacity_tokens)
+
+    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
+        """Add the tokens' rows."""
+        assert isinstance(kv, FakeKV)
+        self.step("prefill")
+        for token in token_ids:
+            kv.append(token)
+
+    def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
+        """Add one token each; logits that favour printable characters and rarely end."""
+        self.step("decode")
+        logits = np.empty((len(rows), VOCAB_SIZE), np.float32)
+        for i, (kv, token) in enumerate(rows):
+            assert isinstance(kv, FakeKV)
+            kv.append(token)
+            logits[i] = np.random.Generator(np.random.PCG64(kv.digest())).random(VOCAB_SIZE, np.float32)
+        logits[:, 32:127] += 1.0
+        return logits
+
+    def idle(self) -> None:
+        """Nothing is kept for speed."""
+
+
+def fake_layout(prefill_chunk_tokens: int, window_tokens: int = 0) -> KVLayout:
+    """Two layers of full attention and, with `window_tokens`, one of sliding windows; rows of `ROW_BYTES`."""
+    kinds = [TensorKind.FULL, TensorKind.FULL, *([TensorKind.WINDOW] if window_tokens else [])]
+    tensors = tuple(
+        TensorLayout(layer, name, kind, "uint8", (ROW_BYTES,), 0 if kind.grows else window_tokens)
+        for layer, kind in enumerate(kinds)
+        for name in ("k", "v")
+    )
+    return KVLayout(tensors, prefill_chunk_tokens)
+
+
+def byte_tokenizer() -> Tokenizer:
+    """A tokenizer whose token ids are bytes, and `EOS_ID`."""
+    tokenizer = Tokenizer(models.BPE(vocab=byte_alphabet(), merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

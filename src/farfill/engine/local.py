@@ -1,0 +1,185 @@
+"""An `Engine` over any executor in this process: checks requests, owns the KV budget, and runs the scheduler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from farfill.clock import Clock, WallClock
+from farfill.core.errors import CapacityError, InvalidRequestError
+from farfill.engine.executor import Executor
+from farfill.engine.jobs import Demand, GenerateJob, PrefillJob
+from farfill.engine.memory import KVMemory
+from farfill.engine.output import Vocabulary
+from farfill.engine.prefix import PrefixCache
+from farfill.engine.protocol import (
+    Cancellable,
+    EngineInfo,
+    EngineLoad,
+    GenerateWork,
+    KVSlot,
+    PrefillHandle,
+    PrefillSink,
+    PrefillWork,
+    TokenSink,
+)
+from farfill.engine.scheduler import Scheduler
+from farfill.engine.slots import Slot
+from farfill.kv.manifest import build_manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLimits:
+    """Bounds of one engine. `info.kv_total_bytes` bounds sequences; `prefix_cache_bytes` comes on top."""
+
+    max_batch: int
+    max_queue: int
+    prefix_cache_bytes: int
+
+
+class LocalEngine:
+    """Implements `engine.protocol.Engine`."""
+
+    def __init__(
+        self,
+        info: EngineInfo,
+        executor: Executor,
+        vocabulary: Vocabulary,
+        limits: EngineLimits,
+        clock: Clock | None = None,
+    ) -> None:
+        self.info = info
+        self.vocabulary = vocabulary
+        self._executor = executor
+        self._memory = KVMemory(info.kv_total_bytes)
+        self._prefix = PrefixCache(info.layout, limits.prefix_cache_bytes, info.fingerprint)
+        self._scheduler = Scheduler(
+            executor,
+            self._memory,
+            self._prefix,
+            max_batch=limits.max_batch,
+            max_queue=limits.max_queue,
+            clock=clock or WallClock(),
+        )
+        self._memory.on_release = self._scheduler.wake
+
+    def load(self) -> EngineLoad:
+        """How busy the engine is."""
+        return self._scheduler.load()
+
+    def start(self) -> None:
+        """Start the scheduler thread."""
+        self._scheduler.start()
+
+    def close(self) -> None:
+        """Fail all work with CancelledWorkError and join the thread. Idempotent."""
+        self._scheduler.close()
+
+    def prefill(self, work: PrefillWork, sink: PrefillSink) -> PrefillHandle:
+        """Queue a prefill of `prompt[:-1]`, which needs at least one token.
+
+        Raises InvalidRequestError, CapacityError (queue_full) or EngineError. While KV memory is short it waits.
+        """
+        self._check_prompt(work.prompt, at_least=2)
+        capacity = len(work.prompt) - 1
+        demand = Demand(1, self._executor.kv_bytes(capacity), capacity)
+        self._memory.require_possible(demand.nbytes)
+        manifest = build_manifest(self.info.layout, capacity)
+        keys = self._prefix.keys(work.prompt, work.cache_salt)
+        job = PrefillJob(work, sink, manifest=manifest, keys=keys, demand=demand, wake=self._scheduler.wake)
+        self._scheduler.submit(job)
+        return job
+
+    def reserve(self, work: GenerateWork) -> KVSlot:
+        """KV memory for all of `work`. Raises CapacityError (kv_memory, queue_full), InvalidRequestError, EngineError.
+
+        It never takes memory that a queued request is waiting for.
+        """
+        self._check_prompt(work.prompt, at_least=2)
+        demand = self._demand(work)
+        self._scheduler.require_open(queues=True)
+        if self._scheduler.memory_is_contended():
+            raise CapacityError("queued requests are waiting for KV memory", reason="kv_memory")
+        slot = Slot(build_manifest(self.info.layout, len(work.prompt) - 1), demand.capacity_tokens)
+        slot.fill(self._memory, demand.nbytes)
+        try:
+            slot.kv = self._executor.allocate(demand.capacity_tokens)
+            slot.offer_hit(self._prefix.find(self._prefix.keys(work.prompt, work.cache_salt)))
+        except BaseException:
+            slot.release()
+            raise
+        return slot
+
+    def generate(
+        self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0
+    ) -> Cancellable:
+        """Queue a generation. When this raises, `slot` is still the caller's to release.
+
+        Raises InvalidRequestError, CapacityError (queue_full, only without `slot`) or EngineError.
+        """
+        self._check_prompt(work.prompt, at_least=1)
+        demand = self._demand(work)
+        keys = self._prefix.keys(work.prompt, work.cache_salt)
+        job = GenerateJob(work, sink, vocabulary=self.vocabulary, keys=keys, demand=demand, wake=self._scheduler.wake)
+        if slot is None:
+            if valid_tokens:
+                raise InvalidRequestError("valid_tokens needs a slot that holds them", param="valid_tokens")
+            self._scheduler.submit(job)
+            return job
+        assert isinstance(slot, Slot), "the slot comes from another engine"
+        self._check_valid_tokens(slot, demand, job.num_tokens, valid_tokens)
+        self._scheduler.require_open(queues=False)
+        taken = slot.take(job)
+        if taken is None:
+            raise InvalidRequestError("the slot was released or used before", param="slot")
+        job.kv, job.hold, job.hit = taken
+        job.valid_tokens = valid_tokens
+        try:
+            self._scheduler.submit(job)
+        except BaseException:
+            job.done = True
+            job.free()
+            raise
+        return job
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if any KV memory is held without an owner, or, while idle, a snapshot is pinned."""
+        self._memory.check_integrity()
+        self._prefix.check_integrity()
+        if self._scheduler.idle and not self._memory.used_bytes:
+            pinned = self._prefix.pinned()
+            assert not pinned, f"{pinned} prefix snapshots are pinned by nobody"
+
+    def _check_prompt(self, prompt: tuple[int, ...], *, at_least: int) -> None:
+        if len(prompt) < at_least:
+            raise InvalidRequestError(
+                f"the prompt needs at least {at_least} tokens, it has {len(prompt)}", param="prompt"
+            )
+        longest = self.info.max_context_tokens - 1
+        if len(prompt) > longest:
+            raise InvalidRequestError(
+                f"the prompt has {len(prompt)} tokens; the context of {self.info.max_context_tokens} tokens leaves "
+                f"room for {longest}",
+                param="prompt",
+            )
+        if not all(0 <= token < self.info.vocab_size for token in prompt):
+            raise InvalidRequestError(f"token ids must be from 0 to {self.info.vocab_size - 1}", param="prompt")
+
+    def _demand(self, work: GenerateWork) -> Demand:
+        if work.sampling.max_tokens < 1 or work.sampling.n < 1:
+            raise InvalidRequestError("max_tokens and n must be at least 1", param="max_tokens")
+        max_tokens = min(work.sampling.max_tokens, self.info.max_context_tokens - len(work.prompt))
+        capacity = len(work.prompt) - 1 + max_tokens
+        demand = Demand(work.sampling.n, self._executor.kv_bytes(capacity), capacity)
+        self._memory.require_possible(demand.nbytes)
+        return demand
+
+    @staticmethod
+    def _check_valid_tokens(slot: Slot, demand: Demand, num_tokens: int, valid_tokens: int) -> None:
+        layout = slot.manifest.layout
+        if slot.manifest.num_tokens != num_tokens or slot.capacity_tokens != demand.capacity_tokens:
+            raise InvalidRequestError("the slot was reserved for other work", param="slot")
+        partial = layout.resumable and valid_tokens % layout.prefill_chunk_tokens == 0 and valid_tokens < num_tokens
+        if not (valid_tokens in (0, num_tokens) or (partial and valid_tokens > 0)):
+            raise InvalidRequestError(
+                f"KV of {valid_tokens} of {num_tokens} tokens cannot be continued from", param="valid_tokens"
+            )

@@ -1,0 +1,105 @@
+"""KV memory by the byte: every hold has an owner, the sum never passes the bound, giving back is idempotent.
+
+Buffers come straight from the operating system and return to it when the last view is gone, so a worker's
+memory follows its load. A buffer is never reused: a late reader sees stale bytes, never another request's.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from farfill.core.errors import CapacityError, InvalidRequestError
+
+_PAGES_FROM_BYTES = 1 << 16
+
+
+class Owner(Protocol):
+    """Who answers for a hold: a job, a slot or an export."""
+
+    @property
+    def live(self) -> bool:
+        """False once it must not hold KV any more."""
+        ...
+
+
+class Hold:
+    """Bytes taken from a `KVMemory`. `owner` may change hands; `release` is idempotent."""
+
+    def __init__(self, memory: KVMemory, owner: Owner, nbytes: int) -> None:
+        self._memory = memory
+        self.owner = owner
+        self.nbytes = nbytes
+
+    def release(self) -> None:
+        """Give everything back."""
+        self._memory.give_back(self, self.nbytes)
+
+    def shrink(self, nbytes: int) -> None:
+        """Give part of it back."""
+        self._memory.give_back(self, nbytes)
+
+
+class KVMemory:
+    """The budget of all sequences. Safe from any thread."""
+
+    def __init__(self, total_bytes: int, on_release: Callable[[], None] = lambda: None) -> None:
+        self.total_bytes = total_bytes
+        self.on_release = on_release
+        self._holds: set[Hold] = set()
+        self._used_bytes = 0
+        self._lock = threading.Lock()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes held now."""
+        return self._used_bytes
+
+    def require_possible(self, nbytes: int) -> None:
+        """Raise InvalidRequestError when even an empty memory could not hold `nbytes`."""
+        if nbytes > self.total_bytes:
+            raise InvalidRequestError(
+                f"the request needs {nbytes} bytes of KV cache, the worker has {self.total_bytes}", param="max_tokens"
+            )
+
+    def hold(self, owner: Owner, nbytes: int) -> Hold:
+        """Take `nbytes` or raise CapacityError (reason kv_memory)."""
+        with self._lock:
+            free = self.total_bytes - self._used_bytes
+            if nbytes > free:
+                raise CapacityError(f"{nbytes} bytes of KV cache wanted, {free} free", reason="kv_memory")
+            hold = Hold(self, owner, nbytes)
+            self._holds.add(hold)
+            self._used_bytes += nbytes
+            return hold
+
+    def give_back(self, hold: Hold, nbytes: int) -> None:
+        """Return part or all of a hold; more than it has left counts as all."""
+        with self._lock:
+            nbytes = min(nbytes, hold.nbytes)
+            hold.nbytes -= nbytes
+            self._used_bytes -= nbytes
+            if hold.nbytes == 0:
+                self._holds.discard(hold)
+        if nbytes:
+            self.on_release()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError when a hold has no live owner or the sum is wrong."""
+        with self._lock:
+            orphans = [hold for hold in self._holds if not hold.owner.live]
+            assert not orphans, f"{sum(h.nbytes for h in orphans)} bytes of KV are held by finished work"
+            total = sum(hold.nbytes for hold in self._holds)
+            assert total == self._used_bytes, f"holds add up to {total} bytes, {self._used_bytes} are accounted"
+
+
+def allocate_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
+    """A writable buffer; large ones are pages of their own, untouched pages cost nothing."""
+    if nbytes < _PAGES_FROM_BYTES:
+        return np.zeros(nbytes, np.uint8)
+    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
