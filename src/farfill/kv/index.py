@@ -47,13 +47,16 @@ class PrefixIndex:
             return 0
         return held.leading(keys)
 
-    def record(self, instance: str, generation: str, keys: Sequence[bytes], reported_blocks: int) -> None:
-        """A prompt with `keys` started at the instance, which reported a hit of `reported_blocks`."""
+    def record(self, instance: str, generation: str, keys: Sequence[bytes], reported_blocks: int | None) -> None:
+        """A prompt with `keys` is held at the instance now, which had reported a hit of `reported_blocks`.
+
+        None: the report says nothing about the belief (the prompt came from elsewhere).
+        """
         held = self._held.get(instance)
         if held is None or held.generation != generation:
             held = self._held[instance] = _Held(generation)
         believed = held.leading(keys)
-        if believed:
+        if believed and reported_blocks is not None:
             step = 1 if reported_blocks >= believed else -1
             held.trust = max(_TRUST_MIN, min(_TRUST_MAX, held.trust + step))
         # Later blocks first, so that a shared prefix is the last thing eviction takes.

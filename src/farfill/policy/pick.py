@@ -11,19 +11,21 @@ from farfill.policy.offload import PrefillAvailability
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCandidate:
-    """A decode instance, the tokens this gateway has outstanding there, and the prefix hit expected there."""
+    """A decode instance, what this gateway has outstanding there, and the prefix hit expected there."""
 
     instance: Instance
     outstanding_tokens: int
+    outstanding_requests: int
     hit_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillCandidate:
-    """A prefill instance and the tokens this gateway has outstanding there."""
+    """A prefill instance and what this gateway has outstanding there."""
 
     instance: Instance
     outstanding_tokens: int
+    outstanding_requests: int
 
 
 def ready_decode(instances: Iterable[Instance], model: str) -> list[Instance]:
@@ -41,7 +43,8 @@ def pick_decode(candidates: Iterable[DecodeCandidate], prompt_tokens: int) -> De
 
     def cost(c: DecodeCandidate) -> tuple[int, int, str]:
         waiting = max(c.instance.queued_tokens, c.outstanding_tokens)
-        return (waiting + prompt_tokens - c.hit_tokens, c.instance.running_requests, c.instance.name)
+        running = max(c.instance.running_requests, c.outstanding_requests)
+        return (waiting + prompt_tokens - c.hit_tokens, running, c.instance.name)
 
     return min(candidates, key=cost, default=None)
 
@@ -50,7 +53,8 @@ def pick_prefill(candidates: Iterable[PrefillCandidate]) -> PrefillCandidate | N
     """The instance with the least tokens waiting; ties by name."""
 
     def cost(c: PrefillCandidate) -> tuple[int, int, str]:
-        return (max(c.instance.queued_tokens, c.outstanding_tokens), c.instance.running_requests, c.instance.name)
+        running = max(c.instance.running_requests, c.outstanding_requests)
+        return (max(c.instance.queued_tokens, c.outstanding_tokens), running, c.instance.name)
 
     return min(candidates, key=cost, default=None)
 

@@ -1,0 +1,51 @@
+"""The gateway as an aiohttp application: routes, error shape, start and stop of what the handlers share."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from farfill.gateway.errors import openai_errors
+from farfill.gateway.handlers.generate import GenerateHandler
+from farfill.gateway.handlers.info import InfoHandler
+from farfill.gateway.handlers.request_id import tell_request_id, with_request_id
+from farfill.gateway.service import GatewayDeps, GatewayService, build_service
+
+SERVICE = web.AppKey("service", GatewayService)
+
+
+def build_app(deps: GatewayDeps) -> web.Application:
+    """The application. Serve it with `build_runner`, or otherwise with handler cancellation on: a client that
+    leaves must cancel its request on both sides."""
+    service = build_service(deps)
+    app = web.Application(
+        client_max_size=deps.config.gateway.max_body_mb << 20,
+        middlewares=[with_request_id, openai_errors],
+    )
+    app[SERVICE] = service
+    generate = GenerateHandler(service)
+    app.add_routes(
+        [
+            web.post("/v1/chat/completions", generate.chat),
+            web.post("/v1/completions", generate.completions),
+            *InfoHandler(service).routes(),
+        ]
+    )
+    app.on_response_prepare.append(tell_request_id)
+    app.cleanup_ctx.append(_lifetime)
+    return app
+
+
+def build_runner(deps: GatewayDeps, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
+    """A runner with what the gateway relies on. Requests in progress get `shutdown_timeout_s` to end."""
+    return web.AppRunner(
+        build_app(deps), handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s
+    )
+
+
+async def _lifetime(app: web.Application) -> AsyncIterator[None]:
+    service = app[SERVICE]
+    await service.start()
+    yield
+    await service.close()

@@ -1,0 +1,275 @@
+"""/v1/chat/completions and /v1/completions: one request through all steps of the pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from farfill.core.cluster import FallbackReason
+from farfill.core.errors import FarfillError, InvalidRequestError
+from farfill.core.sampling import SamplingParams
+from farfill.gateway.errors import DeadlineError, error_response, internal_error
+from farfill.gateway.handlers.request_id import adopt_request_id
+from farfill.gateway.handlers.track import Endpoint, RequestTracker
+from farfill.gateway.openai.chat import ChatRenderer
+from farfill.gateway.openai.completions import CompletionRenderer
+from farfill.gateway.openai.messages import template_messages
+from farfill.gateway.openai.render import Renderer, Rendering
+from farfill.gateway.openai.requests import ChatBody, CompletionBody, parse, parse_prompts
+from farfill.gateway.openai.sampling import COMPLETION_MAX_TOKENS, chat_sampling, check_token_ids, completion_sampling
+from farfill.gateway.pipeline.authenticate import authenticate
+from farfill.gateway.pipeline.generation import Generation, Job
+from farfill.gateway.pipeline.hash import hash_prompt
+from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
+from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
+from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_chat, tokenize_text
+from farfill.gateway.service import GatewayService
+
+MAX_PROMPTS = 128
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What to generate from: token ids of each prompt, its text where it is echoed, and how to sample."""
+
+    token_ids: list[list[int]]
+    echo_texts: list[str]
+    sampling: SamplingParams
+    demanded_tokens: int | None
+    default_tokens: int | None
+
+
+class GenerateHandler:
+    """Serves both generation endpoints."""
+
+    def __init__(self, service: GatewayService) -> None:
+        self._service = service
+        self._config = service.deps.config
+        self._model = service.deps.model
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/chat/completions."""
+        return await self._tracked(request, "chat")
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """POST /v1/completions."""
+        return await self._tracked(request, "completions")
+
+    async def _tracked(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        """Serve and account for it. Errors before the first byte become an answer, later ones an event."""
+        tracker = RequestTracker(self._service, endpoint, request["request_id"])
+        exchange = _Exchange(request)
+        failure: FarfillError | None = None
+        cancelled = True  # unless something else is known by the end
+        try:
+            try:
+                async with asyncio.timeout(self._config.gateway.request_timeout_s):
+                    response = await self._serve(request, exchange, endpoint, tracker)
+                cancelled = False
+                return response
+            except TimeoutError:
+                failure = DeadlineError(f"not done after {self._config.gateway.request_timeout_s:g} s")
+            except web.HTTPException as error:
+                failure, cancelled = InvalidRequestError(error.reason, reason=_body_reason(error)), False
+                raise
+            except FarfillError as error:
+                failure = error
+            except ConnectionError:
+                raise
+            except Exception as error:
+                failure = internal_error(error)
+            response = await exchange.fail(failure)
+            cancelled = False
+            return response
+        except ConnectionError:
+            # The client went away while it was written to; there is nobody to answer.
+            return exchange.abandoned()
+        finally:
+            tracker.finish(failure, cancelled=cancelled)
+
+    async def _serve(
+        self, request: web.Request, exchange: _Exchange, endpoint: Endpoint, tracker: RequestTracker
+    ) -> web.StreamResponse:
+        forced = forced_placement(
+            request.headers.get(FORCE_HEADER), allowed=self._config.routing.allow_placement_override
+        )
+        data = await request.read()
+        body = parse(data, ChatBody if endpoint == "chat" else CompletionBody)
+        del data
+        tracker.request_id = adopt_request_id(request, body.request_id)
+        self._check_model(body.model)
+        tracker.model, tracker.stream = self._config.model.name, bool(body.stream)
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        caller = authenticate(body.cache_salt)
+        with self._service.admission.slot():
+            with tracker.stage("tokenize"):
+                prompts = await self._tokenize(body)
+            tracker.prompts([len(ids) for ids in prompts.token_ids])
+            context = self._service.placer.context_tokens(self._model.context_tokens)
+            samplings = [
+                fit_context(len(ids), prompts.sampling, prompts.demanded_tokens, prompts.default_tokens, context)
+                for ids in prompts.token_ids
+            ]
+            chunk_tokens = self._config.prefill.chunked_prefill_tokens
+            with tracker.stage("hash"):
+                # The last prompt token is decode's: only the KV before it is kept for reuse.
+                keys = [
+                    await hash_prompt(self._service.pool, ids[:-1], chunk_tokens, caller.salt)
+                    for ids in prompts.token_ids
+                ]
+            jobs = [
+                Job(
+                    request_id=tracker.request_id if i == 0 else f"{tracker.request_id}-{i}",
+                    prompt=ids,
+                    keys=keys[i],
+                    salt=caller.salt,
+                    tenant=caller.tenant,
+                    sampling=samplings[i],
+                    forced=forced,
+                    traceparent=_traceparent(request),
+                    accepted_s=tracker.accepted_s,
+                )
+                for i, ids in enumerate(prompts.token_ids)
+            ]
+            with tracker.stage("dispatch"):
+                generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
+            tracker.started(generations)
+            renderer, include_usage = self._renderer(body, tracker, prompts)
+            try:
+                with tracker.stage("stream"):
+                    response = await exchange.answer(
+                        renderer, generations, stream=tracker.stream, include_usage=include_usage
+                    )
+                for generation in generations:
+                    await generation.finish()
+                return response
+            finally:
+                for generation in generations:
+                    generation.close()
+
+    async def _tokenize(self, body: ChatBody | CompletionBody) -> Prompts:
+        pool, model = self._service.pool, self._model
+        if isinstance(body, ChatBody):
+            sampling, demanded = chat_sampling(body, model.vocab_size)
+            ids = await tokenize_chat(
+                pool,
+                model,
+                template_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+            return Prompts(
+                token_ids=[ids], echo_texts=[], sampling=sampling, demanded_tokens=demanded, default_tokens=None
+            )
+        sampling, demanded = completion_sampling(body, model.vocab_size)
+        given = parse_prompts(body.prompt)
+        if len(given) > MAX_PROMPTS:
+            raise InvalidRequestError(f"{len(given)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
+        token_ids: list[list[int]] = []
+        texts: list[str] = []
+        for prompt in given:
+            if isinstance(prompt, str):
+                special = body.add_special_tokens is not False
+                token_ids.append(await tokenize_text(pool, model, prompt, add_special_tokens=special))
+            else:
+                check_token_ids("prompt", prompt, model.vocab_size)
+                token_ids.append(prompt)
+            if body.echo:
+                texts.append(prompt if isinstance(prompt, str) else await detokenize(pool, model, "prompt", prompt))
+        return Prompts(
+            token_ids=token_ids,
+            echo_texts=texts,
+            sampling=sampling,
+            demanded_tokens=demanded,
+            default_tokens=COMPLETION_MAX_TOKENS,
+        )
+
+    def _check_model(self, model: str | None) -> None:
+        served = self._config.model.name
+        if model is None:
+            raise InvalidRequestError(f"model is missing; this server has {served!r}", param="model")
+        if model != served:
+            raise InvalidRequestError(
+                f"model {model!r} does not exist; this server has {served!r}", param="model", reason="model_not_found"
+            )
+
+    def _renderer(
+        self, body: ChatBody | CompletionBody, tracker: RequestTracker, prompts: Prompts
+    ) -> tuple[Renderer, bool]:
+        include_usage = bool(body.stream_options is not None and body.stream_options.include_usage)
+        rendering = Rendering(
+            request_id=tracker.request_id,
+            created=int(tracker.accepted_unix_s),
+            model=self._config.model.name,
+            choices_per_prompt=prompts.sampling.n,
+            prompt_token_ids=tuple(prompts.token_ids),
+            return_token_ids=bool(body.return_token_ids),
+            logprobs=prompts.sampling.logprobs is not None,
+            include_usage=include_usage,
+            echo_texts=tuple(prompts.echo_texts),
+        )
+        return (ChatRenderer if isinstance(body, ChatBody) else CompletionRenderer)(rendering), include_usage
+
+
+class _Exchange:
+    """The answer to one request: whole or streamed, and how it fails in either state."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._streaming: web.StreamResponse | None = None
+
+    async def answer(
+        self, renderer: Renderer, generations: list[Generation], *, stream: bool, include_usage: bool
+    ) -> web.StreamResponse:
+        headers = placement_headers(generations[0])
+        if not stream:
+            body = await collect(renderer, generations)
+            return web.Response(body=body, content_type="application/json", headers=headers)
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
+        )
+        self._streaming = response
+        await response.prepare(self._request)
+        await send_events(response, renderer, generations, include_usage=include_usage)
+        await response.write_eof()
+        return response
+
+    async def fail(self, error: FarfillError) -> web.StreamResponse:
+        if self._streaming is None:
+            return error_response(error)
+        await send_failure(self._streaming, error)
+        return self._streaming
+
+    def abandoned(self) -> web.StreamResponse:
+        """What aiohttp wants back although nobody listens."""
+        return self._streaming if self._streaming is not None else web.Response(status=499)
+
+
+def placement_headers(generation: Generation) -> Mapping[str, str]:
+    """What really happened to the (first) prompt."""
+    placement = generation.placement
+    headers = {
+        "x-farfill-placement": "remote" if generation.remote else "local",
+        "x-farfill-reason": str(placement.reason),
+        "x-farfill-decode-instance": placement.decode.name,
+    }
+    if generation.fallback is not FallbackReason.NONE:
+        headers["x-farfill-fallback"] = str(generation.fallback)
+    if placement.prefill is not None:
+        headers["x-farfill-prefill-instance"] = placement.prefill.name
+    return headers
+
+
+def _body_reason(error: web.HTTPException) -> str:
+    return "body_too_large" if isinstance(error, web.HTTPRequestEntityTooLarge) else "bad_request"
+
+
+def _traceparent(request: web.Request) -> str:
+    header = request.headers.get("traceparent", "")
+    return header if _TRACEPARENT.fullmatch(header) else ""

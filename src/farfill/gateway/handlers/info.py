@@ -1,0 +1,139 @@
+"""Everything that is not generation: models, tokens, health, metrics, and what the gateway believes."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import msgspec
+from aiohttp import web
+
+import farfill
+from farfill.core.cluster import Role
+from farfill.core.errors import InvalidRequestError
+from farfill.gateway.openai.messages import template_messages
+from farfill.gateway.openai.requests import DetokenizeBody, TokenizeBody, parse
+from farfill.gateway.pipeline.tokenize import detokenize, tokenize_chat, tokenize_text
+from farfill.gateway.service import GatewayService
+
+MAX_WAIT_S = 60.0
+
+
+class InfoHandler:
+    """Serves the small endpoints."""
+
+    def __init__(self, service: GatewayService) -> None:
+        self._service = service
+        self._config = service.deps.config
+        self._model = service.deps.model
+        self._started_unix_s = int(service.deps.clock.unix_s())
+
+    def routes(self) -> list[web.RouteDef]:
+        """All of them."""
+        return [
+            web.get("/v1/models", self._models),
+            web.get("/v1/models/{model:.+}", self._one_model),
+            web.post("/tokenize", self._tokenize),
+            web.post("/detokenize", self._detokenize),
+            web.get("/health", self._alive),
+            web.get("/live", self._alive),
+            web.get("/ready", self._ready),
+            web.get("/version", self._version),
+            web.get("/metrics", self._metrics),
+            web.get("/v1/farfill/requests/{request_id}", self._request_record),
+            web.get("/v1/farfill/instances", self._instances),
+        ]
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def _one_model(self, request: web.Request) -> web.Response:
+        self._check_model(request.match_info["model"])
+        return _json(self._model_card())
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), TokenizeBody)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise InvalidRequestError("give either prompt or messages", param="prompt")
+        if body.messages is not None:
+            ids = await tokenize_chat(
+                self._service.pool,
+                self._model,
+                template_messages(body.messages),
+                add_generation_prompt=body.add_generation_prompt is not False,
+                add_special_tokens=bool(body.add_special_tokens),
+            )
+        else:
+            special = body.add_special_tokens is not False
+            ids = await tokenize_text(self._service.pool, self._model, body.prompt or "", add_special_tokens=special)
+        texts = [self._model.token_text(i) for i in ids] if body.return_token_strs else None
+        limit = self._model.context_tokens
+        return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = parse(await request.read(), DetokenizeBody)
+        self._check_model(body.model)
+        return _json({"prompt": await detokenize(self._service.pool, self._model, "tokens", body.tokens)})
+
+    async def _alive(self, _: web.Request) -> web.Response:
+        return _json({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        if self._service.placer.decode_ready():
+            return _json({"status": "ready"})
+        missing = f"no decode instance of {self._config.model.name} is ready"
+        return _json({"status": "not ready", "missing": missing}, 503)
+
+    async def _version(self, _: web.Request) -> web.Response:
+        return _json({"version": farfill.__version__})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        body, content_type = self._service.deps.metrics()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _request_record(self, request: web.Request) -> web.Response:
+        text = request.query.get("wait_s", "0")
+        try:
+            wait_s = float(text)
+        except ValueError:
+            wait_s = -1.0
+        if not 0 <= wait_s <= MAX_WAIT_S:
+            raise InvalidRequestError(f"wait_s must be a number between 0 and {MAX_WAIT_S:g}", param="wait_s")
+        request_id = request.match_info["request_id"]
+        record = await self._service.records.get(request_id, wait_s)
+        if record is None:
+            raise InvalidRequestError(
+                f"no finished request {request_id!r} among the last ones (wait_s waits for it)", reason="not_found"
+            )
+        return _json(record)
+
+    async def _instances(self, _: web.Request) -> web.Response:
+        shown = []
+        for instance in self._service.deps.membership.instances():
+            entry = asdict(instance)
+            entry["outstanding_tokens"] = self._service.work.tokens(instance)
+            entry["outstanding_requests"] = self._service.work.requests(instance)
+            if instance.role is not Role.DECODE:
+                entry["breaker"] = str(self._service.health.state(instance))
+            shown.append(entry)
+        return _json({"instances": shown, "requests_in_progress": self._service.admission.in_progress})
+
+    def _model_card(self) -> dict[str, object]:
+        return {
+            "id": self._config.model.name,
+            "object": "model",
+            "created": self._started_unix_s,
+            "owned_by": "farfill",
+            "max_model_len": self._service.placer.context_tokens(self._model.context_tokens),
+        }
+
+    def _check_model(self, model: str | None) -> None:
+        served = self._config.model.name
+        if model is not None and model != served:
+            raise InvalidRequestError(
+                f"model {model!r} does not exist; this server has {served!r}", param="model", reason="model_not_found"
+            )
+
+
+def _json(value: object, status: int = 200) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), status=status, content_type="application/json")

@@ -1,0 +1,49 @@
+"""Request ids: taken from `X-Request-Id` or the body, generated when absent, told in every answer."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from farfill.core.errors import InvalidRequestError
+from farfill.gateway.errors import error_response
+
+HEADER = "X-Request-Id"
+_VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+
+
+@web.middleware
+async def with_request_id(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Give every request an id; refuse one that could break logs or paths."""
+    given = request.headers.get(HEADER)
+    request["request_id"] = given if given and _VALID.fullmatch(given) else uuid.uuid4().hex
+    if given is not None and request["request_id"] != given:
+        return error_response(_invalid(HEADER))
+    return await handler(request)
+
+
+async def tell_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """on_response_prepare: the id goes out with every answer."""
+    request_id = request.get("request_id")
+    if request_id is not None:
+        response.headers[HEADER] = request_id
+
+
+def adopt_request_id(request: web.Request, from_body: str | None) -> str:
+    """The request's id; the body's when the header gave none."""
+    if from_body is not None and HEADER not in request.headers:
+        if not _VALID.fullmatch(from_body):
+            raise _invalid("request_id")
+        request["request_id"] = from_body
+    return request["request_id"]
+
+
+def _invalid(param: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} must be 1 to 128 letters, digits or ._:- and start with a letter or digit", param=param
+    )

@@ -1,0 +1,100 @@
+"""Breakers and latency estimates of all prefill instances, shared by every request of this gateway.
+
+A restarted worker (another generation) starts with a clean record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import structlog
+
+from farfill.clock import Clock
+from farfill.config.model import CircuitBreakerConfig
+from farfill.core.cluster import Instance
+from farfill.gateway.observe import GatewayObserver
+from farfill.policy.breaker import BreakerLimits, BreakerState, CircuitBreaker, Outcome
+from farfill.policy.estimate import PrefillEstimator
+
+log = structlog.get_logger("farfill.gateway")
+
+
+@dataclass(slots=True)
+class _Track:
+    instance: Instance
+    breaker: CircuitBreaker
+    estimator: PrefillEstimator
+    told: BreakerState = BreakerState.CLOSED
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One far prefill in progress; hand it back with its outcome."""
+
+    track: _Track
+    probe: bool
+    tokens: int
+    began_s: float
+
+
+class PrefillHealth:
+    """Owned by the event loop."""
+
+    def __init__(self, config: CircuitBreakerConfig, clock: Clock, observer: GatewayObserver) -> None:
+        self._limits = BreakerLimits(
+            error_rate_limit=config.error_rate_limit,
+            latency_p99_limit_ms=config.latency_p99_limit_ms,
+            window_s=config.window_s,
+            min_requests=config.min_requests,
+            open_s=config.open_s,
+        )
+        self._clock = clock
+        self._observer = observer
+        self._tracks: dict[str, _Track] = {}
+
+    def allows(self, instance: Instance) -> bool:
+        """Whether the breaker of `instance` lets a request through now."""
+        return self._track(instance).breaker.allows(self._clock.now_s())
+
+    def state(self, instance: Instance) -> BreakerState:
+        """The breaker's state, for people and metrics."""
+        return self._track(instance).breaker.state(self._clock.now_s())
+
+    def begin(self, instance: Instance, tokens: int) -> Trial:
+        """A far prefill goes out. `tokens` are its own and those waiting before it."""
+        track, now_s = self._track(instance), self._clock.now_s()
+        trial = Trial(track, track.breaker.begin(now_s), tokens, now_s)
+        self._tell(track)
+        return trial
+
+    def end(self, trial: Trial, outcome: Outcome) -> None:
+        """It ended. Exactly once per `begin`."""
+        now_s, track = self._clock.now_s(), trial.track
+        took_s = now_s - trial.began_s
+        expected_s = track.estimator.estimate_s(trial.tokens)
+        excess_ms = 0.0 if expected_s is None else max(0.0, took_s - expected_s) * 1000
+        if outcome is Outcome.SUCCESS:
+            track.estimator.observe(trial.tokens, took_s)
+        track.breaker.end(outcome, now_s, probe=trial.probe, excess_ms=excess_ms)
+        self._tell(track)
+
+    def retain(self, live: Iterable[Instance]) -> None:
+        """Forget instances that are gone."""
+        names = {i.name for i in live}
+        for name in [n for n in self._tracks if n not in names]:
+            del self._tracks[name]
+
+    def _track(self, instance: Instance) -> _Track:
+        track = self._tracks.get(instance.name)
+        if track is None or track.instance.generation != instance.generation:
+            track = _Track(instance, CircuitBreaker(self._limits), PrefillEstimator())
+            self._tracks[instance.name] = track
+        return track
+
+    def _tell(self, track: _Track) -> None:
+        state = track.breaker.state(self._clock.now_s())
+        if state is not track.told:
+            track.told = state
+            self._observer.breaker_changed(track.instance, state)
+            log.warning("breaker", prefill=track.instance.name, site=track.instance.site, state=str(state))

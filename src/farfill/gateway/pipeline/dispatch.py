@@ -1,0 +1,269 @@
+"""Starts a generation: signs the ticket and calls decode and prefill at the same moment.
+
+Until the first token, a decode instance that fails is replaced once, and one that refuses the ticket is asked
+to prefill by itself. Every such turn has a reason label.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+
+import structlog
+
+from farfill.clock import Clock
+from farfill.config.model import ClusterConfig
+from farfill.core.cluster import FallbackReason, Instance, Placement
+from farfill.core.errors import FarfillError, ProtocolError, UnavailableError
+from farfill.core.ticket import Ticket
+from farfill.gateway.health import PrefillHealth
+from farfill.gateway.loads import Claim, OutstandingWork
+from farfill.gateway.observe import GatewayObserver
+from farfill.gateway.pipeline.generation import Generation, Job, failed
+from farfill.gateway.pipeline.place import PlacementQuery, Placer
+from farfill.gateway.pipeline.prefill_leg import LegContext, PrefillLeg
+from farfill.gateway.workers import DecodeStream, WorkerAnswerError, WorkerClient, WorkerConnectionError
+from farfill.wire.control import (
+    DecodeCommand,
+    EndEvent,
+    FailedEvent,
+    GenerationEvent,
+    PrefillCommand,
+    SamplingMessage,
+    StartEvent,
+    TokensEvent,
+)
+
+log = structlog.get_logger("farfill.gateway")
+
+SignTicket = Callable[[Ticket], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One try. `fallback` is set when the gateway itself already turned from far to local prefill."""
+
+    placement: Placement
+    expected_hit_tokens: int
+    fallback: FallbackReason = FallbackReason.NONE
+    fallback_detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dispatcher:
+    """Opens generations. Stateless beyond its collaborators."""
+
+    config: ClusterConfig
+    client: WorkerClient
+    placer: Placer
+    health: PrefillHealth
+    work: OutstandingWork
+    sign_ticket: SignTicket
+    clock: Clock
+    observer: GatewayObserver
+
+    async def open(self, job: Job, placed: Callable[[Placement, int], None]) -> Generation:
+        """Place and start `job`; returns with its first token. `placed` hears of every placement tried.
+
+        Raises FarfillError as the client should see it; nothing is left running then, or when cancelled.
+        """
+        plan = self._plan(job, placed)
+        try:
+            return await self._attempt(job, plan)
+        except FarfillError as error:
+            second = self._second_plan(job, plan, error, placed)
+            if second is None:
+                raise _as_request_error(error) from error
+            self.observer.decode_retried(plan.placement.decode, error.reason)
+            log.warning(
+                "decode_retried",
+                request_id=job.request_id,
+                decode=plan.placement.decode.name,
+                reason=error.reason,
+                error=str(error),
+            )
+        try:
+            return await self._attempt(job, second)
+        except FarfillError as error:
+            raise _as_request_error(error) from error
+
+    def _plan(self, job: Job, placed: Callable[[Placement, int], None], exclude: tuple[str, ...] = ()) -> Plan:
+        query = PlacementQuery(
+            keys=job.keys,
+            prompt_tokens=len(job.prompt),
+            total_tokens=len(job.prompt) + job.sampling.max_tokens,
+            forced=job.forced,
+        )
+        placement, hit_tokens = self.placer.place(query, exclude)
+        placed(placement, hit_tokens)
+        return Plan(placement=placement, expected_hit_tokens=hit_tokens)
+
+    def _second_plan(
+        self, job: Job, plan: Plan, error: FarfillError, placed: Callable[[Placement, int], None]
+    ) -> Plan | None:
+        """What else may work after `error`, if anything."""
+        if _ticket_refused(error) and plan.placement.remote and self.config.routing.fallback_to_local_prefill:
+            return replace(
+                plan,
+                placement=replace(plan.placement, prefill=None),
+                fallback=FallbackReason.TICKET_INVALID,
+                fallback_detail=str(error),
+            )
+        lost = isinstance(error, WorkerConnectionError)
+        refused = isinstance(error, WorkerAnswerError) and error.status >= 500 and error.body.retryable
+        # A missing transfer is not decode's fault: another decode instance would wait just as long.
+        if not lost and not (refused and isinstance(error, WorkerAnswerError) and error.body.side == "decode"):
+            return None
+        try:
+            return self._plan(job, placed, exclude=(plan.placement.decode.name,))
+        except UnavailableError:
+            # Alone, but it was reached: an idle connection may have closed under our hands.
+            return plan if isinstance(error, WorkerConnectionError) and error.reached else None
+
+    async def _attempt(self, job: Job, plan: Plan) -> Generation:
+        placement, prefill = plan.placement, plan.placement.prefill
+        transfer_id, token, leg = "", "", None
+        if prefill is not None:
+            transfer_id = uuid.uuid4().hex
+            token = self._ticket(job, placement, prefill, transfer_id)
+            leg = self._start_leg(job, placement, prefill, transfer_id, token)
+        claim = self.work.begin(placement.decode, 0 if placement.remote else placement.uncached_tokens)
+        stream: DecodeStream | None = None
+        try:
+            stream = await self.client.decode(placement.decode, self._decode_command(job, token))
+            start, first = await _first_tokens(stream, placement.decode)
+        except BaseException:
+            if stream is not None:
+                stream.close()
+            if leg is not None:
+                leg.cancel()
+            claim.end()
+            raise
+        claim.computed()
+        fallback, detail = _fallback(plan, start)
+        self._settle(job, plan, start, fallback, leg)
+        return Generation(
+            job=job,
+            placement=placement,
+            expected_hit_tokens=plan.expected_hit_tokens,
+            transfer_id=transfer_id,
+            fallback=fallback,
+            fallback_detail=detail,
+            start=start,
+            first=first,
+            stream=stream,
+            leg=leg,
+            claim=claim,
+            clock=self.clock,
+            observer=self.observer,
+        )
+
+    def _settle(
+        self, job: Job, plan: Plan, start: StartEvent, fallback: FallbackReason, leg: PrefillLeg | None
+    ) -> None:
+        """Act on what decode said of the prompt: end a leg it does not wait for, correct the prefix index."""
+        local = start.prefilled_at != "remote"
+        if leg is not None and local:
+            leg.give_up(fallback)
+        comparable = local and fallback is FallbackReason.NONE
+        self.placer.started(plan.placement, job.keys, start.cached_tokens if comparable else None)
+
+    def _start_leg(self, job: Job, placement: Placement, prefill: Instance, transfer_id: str, token: str) -> PrefillLeg:
+        waiting = max(prefill.queued_tokens, self.work.tokens(prefill))
+        command = PrefillCommand(
+            request_id=job.request_id,
+            ticket=token,
+            target=placement.decode.transfer_address,
+            token_ids=job.prompt,
+            cache_salt=job.salt,
+            timeout_s=self._silence_s,
+            traceparent=job.traceparent,
+        )
+        return PrefillLeg(
+            LegContext(
+                client=self.client,
+                health=self.health,
+                observer=self.observer,
+                clock=self.clock,
+                notify_timeout_s=self._silence_s,
+            ),
+            prefill,
+            placement.decode,
+            transfer_id,
+            command,
+            trial=self.health.begin(prefill, waiting + placement.uncached_tokens),
+            claim=self.work.begin(prefill, placement.uncached_tokens),
+        )
+
+    def _decode_command(self, job: Job, token: str) -> DecodeCommand:
+        fields = asdict(job.sampling)
+        fields["stop"] = list(job.sampling.stop)
+        fields["stop_token_ids"] = list(job.sampling.stop_token_ids)
+        return DecodeCommand(
+            request_id=job.request_id,
+            token_ids=job.prompt,
+            cache_salt=job.salt,
+            sampling=SamplingMessage(**fields),
+            ticket=token,
+            timeout_s=self._silence_s,
+            allow_fallback=self.config.routing.fallback_to_local_prefill,
+            traceparent=job.traceparent,
+        )
+
+    def _ticket(self, job: Job, placement: Placement, prefill: Instance, transfer_id: str) -> str:
+        now_s = self.clock.unix_s()
+        return self.sign_ticket(
+            Ticket(
+                transfer_id=transfer_id,
+                fingerprint=placement.decode.fingerprint,
+                tenant=job.tenant,
+                prefill=prefill.name,
+                decode=placement.decode.name,
+                num_tokens=len(job.prompt) - 1,
+                issued_unix_s=now_s,
+                expires_unix_s=now_s + self.config.tickets.lifetime_s,
+            )
+        )
+
+    @property
+    def _silence_s(self) -> float:
+        return self.config.kv_transfer.timeout_ms / 1000
+
+
+async def _first_tokens(stream: DecodeStream, decode: Instance) -> tuple[StartEvent, list[GenerationEvent]]:
+    """The start event, and what follows it up to at least the first token. Raises when it broke before."""
+    start: StartEvent | None = None
+    events: list[GenerationEvent] = []
+    while start is None or not any(isinstance(event, TokensEvent) for event in events):
+        batch = await stream.next_batch()
+        if not batch:
+            raise WorkerConnectionError(f"{decode.name}: stream was cut before its first token", reached=True)
+        if start is None:
+            head = batch.pop(0)
+            if not isinstance(head, StartEvent):
+                raise ProtocolError(f"{decode.name}: the stream does not begin with a start event")
+            start = head
+        events += batch
+        for event in batch:
+            if isinstance(event, FailedEvent):
+                raise failed(event)
+        if events and isinstance(events[-1], EndEvent) and len(events) == 1:
+            raise ProtocolError(f"{decode.name}: ended without a token")
+    return start, events
+
+
+def _ticket_refused(error: FarfillError) -> bool:
+    return isinstance(error, WorkerAnswerError) and error.status == 403 and error.reason.startswith("ticket")
+
+
+def _fallback(plan: Plan, start: StartEvent) -> tuple[FallbackReason, str]:
+    """Why the prompt was not prefilled as placed: the gateway's own reason first, else decode's."""
+    if plan.fallback is not FallbackReason.NONE:
+        return plan.fallback, plan.fallback_detail
+    known = start.fallback in FallbackReason
+    return FallbackReason(start.fallback) if known else FallbackReason.PROTOCOL, start.fallback_detail
+
+
+def _as_request_error(error: FarfillError) -> FarfillError:
+    return error.as_request_error() if isinstance(error, WorkerAnswerError) else error

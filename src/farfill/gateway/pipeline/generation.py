@@ -1,0 +1,159 @@
+"""One running generation: its decode stream, its far prefill, and what has been seen of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from farfill.clock import Clock
+from farfill.core.cluster import FallbackReason, Placement
+from farfill.core.errors import FarfillError, ProtocolError
+from farfill.core.sampling import SamplingParams
+from farfill.gateway.loads import Claim
+from farfill.gateway.observe import GatewayObserver
+from farfill.gateway.pipeline.prefill_leg import PrefillLeg
+from farfill.gateway.workers import DecodeStream, WorkerConnectionError
+from farfill.policy.offload import Forced
+from farfill.wire.control import EndEvent, FailedEvent, GenerationEvent, StartEvent, TokensEvent
+
+DRAIN_S = 1.0
+CACHED_WAIT_S = 0.25
+"""Longest wait at the end of a remote generation for the far side's count of cached tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt to generate from. `keys` are its prefix keys; times in the gateway's monotonic clock."""
+
+    request_id: str
+    prompt: list[int]
+    keys: Sequence[bytes]
+    salt: str
+    tenant: str
+    sampling: SamplingParams
+    forced: Forced | None
+    traceparent: str
+    accepted_s: float
+
+
+@dataclass(slots=True)
+class Timing:
+    """When tokens came. `first_s` is moved to when the first one was sent to the client."""
+
+    first_s: float | None = None
+    last_s: float | None = None
+    tokens: int = 0
+    choice_0_tokens: int = 0
+
+    @property
+    def tpot_s(self) -> float | None:
+        """(last - first) / (n - 1) of the first choice."""
+        if self.first_s is None or self.last_s is None or self.choice_0_tokens < 2:
+            return None
+        return max(0.0, self.last_s - self.first_s) / (self.choice_0_tokens - 1)
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """Started: `start` is known and `first` holds at least one token. Call `close` exactly when done with it."""
+
+    job: Job
+    placement: Placement
+    expected_hit_tokens: int
+    transfer_id: str
+    fallback: FallbackReason
+    fallback_detail: str
+    start: StartEvent
+    first: list[GenerationEvent]
+    stream: DecodeStream
+    leg: PrefillLeg | None
+    claim: Claim
+    clock: Clock
+    observer: GatewayObserver
+    timing: Timing = field(default_factory=Timing)
+    finish_reasons: list[str] = field(default_factory=list[str])
+    ended: bool = False
+
+    @property
+    def remote(self) -> bool:
+        """Whether the prompt really was prefilled far away."""
+        return self.start.prefilled_at == "remote"
+
+    async def next_batch(self) -> list[TokensEvent]:
+        """New output, at least one event; empty when all choices finished.
+
+        Raises FarfillError when the worker failed or the stream was cut short of its end.
+        """
+        if self.first:
+            events, self.first = self.first, []
+            return self._take(events)
+        while not self.ended:
+            events = await self.stream.next_batch()
+            if not events:
+                raise WorkerConnectionError(f"{self.placement.decode.name}: stream was cut", reached=True)
+            batch = self._take(events)
+            if batch:
+                return batch
+        return []
+
+    def sent(self) -> None:
+        """The first token was just sent to the client."""
+        if self.timing.first_s is not None:
+            self.timing.first_s = self.clock.now_s()
+
+    async def cached_tokens(self) -> int:
+        """Prompt tokens nobody had to compute: decode's hit, or the far side's when that prefilled."""
+        cached = self.start.cached_tokens
+        if self.remote and self.leg is not None and await self.leg.wait(CACHED_WAIT_S):
+            cached = max(cached, self.leg.report.cached_tokens if self.leg.report is not None else 0)
+        return min(cached, len(self.job.prompt))
+
+    async def finish(self) -> None:
+        """All output was taken: read to the end of the body, so that the connection can serve again."""
+        await self.stream.drain(DRAIN_S)
+
+    def close(self) -> None:
+        """Let go of decode; a generation that is not at its end is withdrawn on both sides. Idempotent."""
+        self.stream.close()
+        if not self.ended and self.leg is not None:
+            self.leg.cancel()
+        self.claim.end()
+
+    def _take(self, events: list[GenerationEvent]) -> list[TokensEvent]:
+        batch: list[TokensEvent] = []
+        for event in events:
+            if isinstance(event, TokensEvent):
+                batch.append(event)
+            elif isinstance(event, FailedEvent):
+                raise failed(event)
+            elif isinstance(event, EndEvent):
+                self._seen(batch)
+                if len(self.finish_reasons) != self.job.sampling.n:
+                    raise ProtocolError(f"{self.placement.decode.name}: ended with unfinished choices")
+                self.ended = True
+                return batch
+            else:
+                raise ProtocolError(f"{self.placement.decode.name}: a second start event")
+        self._seen(batch)
+        return batch
+
+    def _seen(self, batch: list[TokensEvent]) -> None:
+        if not batch:
+            return
+        now_s, timing = self.clock.now_s(), self.timing
+        if timing.last_s is None:
+            timing.first_s = now_s
+        else:
+            self.observer.token_gap(self.placement.decode.model, now_s - timing.last_s)
+        timing.last_s = now_s
+        for event in batch:
+            timing.tokens += len(event.token_ids)
+            if event.index == 0:
+                timing.choice_0_tokens += len(event.token_ids)
+            if event.finish_reason is not None:
+                self.finish_reasons.append(event.finish_reason)
+
+
+def failed(event: FailedEvent) -> FarfillError:
+    """What a worker's failure is to the client of the API."""
+    return FarfillError(event.message, reason=event.reason)

@@ -1,0 +1,70 @@
+"""Prompt to token ids, off the event loop where it is long, and the length it leaves for the output."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from farfill.core.errors import InvalidRequestError
+from farfill.core.sampling import SamplingParams
+from farfill.gateway.openai.sampling import check_token_ids, with_max_tokens
+from farfill.gateway.template import ChatMessage
+from farfill.gateway.tokenizer import INLINE_CHARS, INLINE_TOKENS, LoadedTokenizer, TokenizerPool
+
+
+async def tokenize_chat(
+    pool: TokenizerPool,
+    model: LoadedTokenizer,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool,
+    add_special_tokens: bool,
+) -> list[int]:
+    """Token ids of a rendered conversation."""
+    size = sum(len(m["content"]) for m in messages)
+    return await pool.run(
+        size,
+        INLINE_CHARS,
+        lambda: model.encode_chat(
+            messages, add_generation_prompt=add_generation_prompt, add_special_tokens=add_special_tokens
+        ),
+    )
+
+
+async def tokenize_text(
+    pool: TokenizerPool, model: LoadedTokenizer, text: str, *, add_special_tokens: bool
+) -> list[int]:
+    """Token ids of plain text."""
+    return await pool.run(len(text), INLINE_CHARS, lambda: model.encode(text, add_special_tokens=add_special_tokens))
+
+
+async def detokenize(
+    pool: TokenizerPool, model: LoadedTokenizer, param: str, token_ids: list[int], *, skip_special_tokens: bool = False
+) -> str:
+    """Text of token ids, which must be in the vocabulary."""
+    check_token_ids(param, token_ids, model.vocab_size)
+    return await pool.run(
+        len(token_ids), INLINE_TOKENS, lambda: model.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    )
+
+
+def fit_context(
+    prompt_tokens: int, sampling: SamplingParams, demanded_tokens: int | None, default_tokens: int | None, context: int
+) -> SamplingParams:
+    """`sampling` with its final max_tokens: as demanded, else the default, else the rest of the context.
+
+    Raises InvalidRequestError saying both lengths when prompt and output cannot fit.
+    """
+    if prompt_tokens < 1:
+        raise InvalidRequestError("the prompt has no tokens", param="prompt")
+    room = context - prompt_tokens
+    least = max(demanded_tokens or 1, sampling.min_tokens)
+    if least > room:
+        wanted = f"{least} output tokens were asked for" if demanded_tokens else "at least 1 output token is needed"
+        raise InvalidRequestError(
+            f"this model's context is {context} tokens; the prompt has {prompt_tokens} and {wanted}",
+            param="messages" if default_tokens is None else "prompt",
+            reason="context_length_exceeded",
+        )
+    if demanded_tokens is not None:
+        return with_max_tokens(sampling, demanded_tokens)
+    return with_max_tokens(sampling, room if default_tokens is None else min(room, max(default_tokens, least)))

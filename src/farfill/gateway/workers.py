@@ -1,0 +1,201 @@
+"""The gateway's side of the workers' control API: msgpack over (mutual TLS) HTTP, one session for all.
+
+Closing a `DecodeStream`, or cancelling a call, closes its connection, which is how a worker learns that its
+work is no longer wanted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import ssl
+from collections.abc import Callable
+from typing import TypeVar
+
+import aiohttp
+import msgspec
+
+from farfill.core.cluster import FallbackReason, Instance
+from farfill.core.errors import (
+    CapacityError,
+    FarfillError,
+    InvalidRequestError,
+    ProtocolError,
+    TicketError,
+    UnavailableError,
+)
+from farfill.wire.control import (
+    CONTENT_TYPE,
+    PROTOCOL_VERSION,
+    VERSION_HEADER,
+    DecodeCommand,
+    ErrorBody,
+    FailTransferCommand,
+    GenerationEvent,
+    PrefillCommand,
+    PrefillReport,
+)
+from farfill.wire.events import EventReader
+
+MAX_ERROR_BYTES = 64 * 1024
+# aiohttp sends larger bodies from a file object piece by piece, so that the loop stays responsive.
+WHOLE_BODY_BYTES = 512 * 1024
+
+_encode = msgspec.msgpack.Encoder().encode
+_HEADERS = {"Content-Type": CONTENT_TYPE, VERSION_HEADER: str(PROTOCOL_VERSION)}
+
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+ServerName = Callable[[Instance], str | None]
+
+
+class WorkerConnectionError(UnavailableError):
+    """No answer from a worker. `reached`: the connection had been made, so the work may have begun."""
+
+    reason = "worker_unreachable"
+
+    def __init__(self, message: str, *, reached: bool) -> None:
+        super().__init__(message, reason="worker_lost" if reached else "worker_unreachable")
+        self.reached = reached
+
+
+class WorkerAnswerError(FarfillError):
+    """A worker answered with an error; `body` is what it said."""
+
+    def __init__(self, instance: Instance, status: int, body: ErrorBody) -> None:
+        super().__init__(f"{instance.name}: {body.message}", reason=body.reason, retryable=body.retryable)
+        self.status = status
+        self.body = body
+
+    def as_request_error(self) -> FarfillError:
+        """The error the client of the API should get for it."""
+        text = self.body.message
+        if self.status == 400:
+            return InvalidRequestError(text, reason=self.body.reason)
+        if self.status == 403 and self.body.reason.startswith("ticket"):
+            return TicketError(text, reason=self.body.reason)
+        if self.status == 503 and self.body.retry_after_s > 0:
+            return CapacityError(text, reason=self.body.reason, retry_after_s=self.body.retry_after_s)
+        if self.body.retryable:
+            return UnavailableError(text, reason=self.body.reason)
+        return FarfillError(text, reason=self.body.reason)
+
+
+class DecodeStream:
+    """The events of one generation as a decode worker sends them."""
+
+    def __init__(self, instance: Instance, response: aiohttp.ClientResponse) -> None:
+        self._instance = instance
+        self._response = response
+        self._reader = EventReader()
+
+    async def next_batch(self) -> list[GenerationEvent]:
+        """All events that are there, waiting for at least one; empty when the body ended.
+
+        Raises WorkerConnectionError when the connection broke, ProtocolError on a malformed frame.
+        """
+        while True:
+            try:
+                data = await self._response.content.readany()
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise WorkerConnectionError(f"{self._instance.name}: stream broke: {error}", reached=True) from error
+            if not data:
+                return []
+            events = list(self._reader.feed(data))
+            if events:
+                return events
+
+    async def drain(self, timeout_s: float) -> None:
+        """After the last event: read the end of the body, which gives the connection back for another request."""
+        with contextlib.suppress(FarfillError, TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.next_batch()
+
+    def close(self) -> None:
+        """Withdraw the work. Idempotent; without effect when the body was read to its end."""
+        self._response.close()
+
+
+class WorkerClient:
+    """HTTP client to all workers. `start` and `close` it inside the running loop."""
+
+    def __init__(
+        self, *, tls: ssl.SSLContext | None, connect_timeout_s: float, server_name: ServerName = lambda _: None
+    ) -> None:
+        self._tls = tls
+        self._connect_timeout_s = connect_timeout_s
+        self._server_name = server_name
+        self._session: aiohttp.ClientSession | None = None
+
+    async def start(self) -> None:
+        """Open the connection pool."""
+        limit_s = self._connect_timeout_s
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True),
+            # Answers take as long as prefill takes; deadlines belong to whoever awaits them.
+            timeout=aiohttp.ClientTimeout(total=None, connect=limit_s, sock_connect=limit_s),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def decode(self, instance: Instance, command: DecodeCommand) -> DecodeStream:
+        """Start a generation; returns when the worker committed to it (its first token is there)."""
+        response = await self._post(instance, "/v1/decode", command)
+        return DecodeStream(instance, response)
+
+    async def prefill(self, instance: Instance, command: PrefillCommand) -> PrefillReport:
+        """Prefill there and push; returns when the transfer is complete."""
+        return await self._call(instance, "/v1/prefill", command, PrefillReport)
+
+    async def fail_transfer(self, instance: Instance, transfer_id: str, reason: FallbackReason, detail: str) -> None:
+        """Tell a decode worker not to wait for a transfer."""
+        command = FailTransferCommand(reason=str(reason), detail=detail[:500])
+        await self._call(instance, f"/v1/transfers/{transfer_id}/fail", command, FailTransferCommand)
+
+    async def _call(self, instance: Instance, path: str, command: msgspec.Struct, kind: type[Reply]) -> Reply:
+        response = await self._post(instance, path, command)
+        try:
+            return msgspec.msgpack.decode(await response.read(), type=kind)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"{instance.name}: malformed {kind.__name__}: {error}") from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise WorkerConnectionError(f"{instance.name}: answer broke off: {error}", reached=True) from error
+        finally:
+            response.close()  # without effect when it was read to its end
+
+    async def _post(self, instance: Instance, path: str, command: msgspec.Struct) -> aiohttp.ClientResponse:
+        assert self._session is not None, "the client was not started"
+        body = _encode(command)
+        try:
+            response = await self._session.post(
+                instance.url + path,
+                data=body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body),
+                headers=_HEADERS,
+                server_hostname=self._server_name(instance),
+            )
+        except (aiohttp.ClientConnectorError, aiohttp.ClientSSLError, aiohttp.ConnectionTimeoutError) as error:
+            raise WorkerConnectionError(f"{instance.name}: cannot connect: {error}", reached=False) from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise WorkerConnectionError(f"{instance.name}: connection lost: {error!r}", reached=True) from error
+        if response.status == 200:
+            return response
+        raise await _answer_error(instance, response)
+
+
+async def _answer_error(instance: Instance, response: aiohttp.ClientResponse) -> WorkerAnswerError:
+    try:
+        body = msgspec.msgpack.decode(await response.content.read(MAX_ERROR_BYTES), type=ErrorBody)
+    except (msgspec.DecodeError, aiohttp.ClientError, OSError):
+        body = ErrorBody(
+            reason="worker_error",
+            message=f"status {response.status} without a reason",
+            retryable=response.status >= 500,
+        )
+    finally:
+        response.close()
+    return WorkerAnswerError(instance, response.status, body)
