@@ -82,17 +82,20 @@ class Answer:
 
 
 class GatewayClient:
-    """One gateway. `requests` errors are `GatewayUnreachableError` or `GatewayRefusedError`."""
+    """One gateway. Errors are `GatewayUnreachableError` or `GatewayRefusedError`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url = url.rstrip("/")
         self._session = session
+        self._model: ServedModel | None = None
 
     async def model(self) -> ServedModel:
-        """The first model offered."""
-        body = await self._json("GET", "/v1/models")
-        first = body["data"][0]
-        return ServedModel(first["id"], first["max_model_len"])
+        """The model offered; asked for once."""
+        if self._model is None:
+            body = await self._json("GET", "/v1/models")
+            first = body["data"][0]
+            self._model = ServedModel(first["id"], first["max_model_len"])
+        return self._model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
@@ -101,14 +104,14 @@ class GatewayClient:
 
     async def complete(self, generation: Generation, *, request_id: str | None = None) -> Answer:
         """Run `generation` to its end, not streamed."""
-        async with self._open(generation, stream=False, request_id=request_id) as response:
+        async with await self._open(generation, stream=False, request_id=request_id) as response:
             choice = (await response.json())["choices"][0]
             return _answer(response.headers, choice)
 
     @contextlib.asynccontextmanager
     async def stream(self, generation: Generation, *, request_id: str | None = None) -> AsyncIterator[StreamedAnswer]:
         """Run `generation` streamed; leaving the block early closes the connection, as a client that goes away."""
-        async with self._open(generation, stream=True, request_id=request_id) as response:
+        async with await self._open(generation, stream=True, request_id=request_id) as response:
             yield StreamedAnswer(response)
 
     async def record(self, request_id: str) -> RequestRecord:
@@ -121,7 +124,7 @@ class GatewayClient:
         async with self._request("GET", "/metrics") as response:
             return await response.text()
 
-    def _open(
+    async def _open(
         self, generation: Generation, *, stream: bool, request_id: str | None
     ) -> contextlib.AbstractAsyncContextManager[aiohttp.ClientResponse]:
         headers: dict[str, str] = {}
@@ -129,7 +132,8 @@ class GatewayClient:
             headers[FORCE_HEADER] = generation.forced
         if request_id is not None:
             headers["x-request-id"] = request_id
-        return self._request("POST", "/v1/completions", _body(generation, stream), headers)
+        body = _body(generation, (await self.model()).name, stream)
+        return self._request("POST", "/v1/completions", body, headers)
 
     async def _json(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         async with self._request(method, path, body) as response:
@@ -181,8 +185,9 @@ async def gateway_client(url: str, *, timeout_s: float = 600.0) -> AsyncIterator
         yield GatewayClient(url, session)
 
 
-def _body(generation: Generation, stream: bool) -> dict[str, Any]:
+def _body(generation: Generation, model: str, stream: bool) -> dict[str, Any]:
     body: dict[str, Any] = {
+        "model": model,
         "prompt": list(generation.prompt),
         "max_tokens": generation.max_tokens,
         "temperature": generation.temperature,
