@@ -1,0 +1,1 @@
+"""The command line: composition roots, one file a command."""

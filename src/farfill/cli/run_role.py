@@ -1,0 +1,109 @@
+"""What every long-running role shares: logs, signals, the event loop, a server that drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import ssl
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import structlog
+from aiohttp import web
+
+from farfill.config.checks import split_address
+from farfill.config.load import LoadedConfig
+from farfill.config.secrets import TlsMaterial
+from farfill.core.cluster import Role
+from farfill.core.errors import ConfigError
+from farfill.telemetry.logs import setup_logging
+from farfill.transport.tls import client_context, server_context
+
+log = structlog.get_logger()
+
+SHUTDOWN_TIMEOUT_S = 2.0
+
+
+def start_logging(loaded: LoadedConfig, *, role: str, site: str, name: str) -> None:
+    """Logs as the cluster file says, with who speaks on every line."""
+    setup_logging(loaded.config.logging.level, loaded.config.logging.format, role=role, site=site, name=name)
+
+
+def run_until_stopped(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    """Run `serve(stop)` on a uvloop. SIGTERM and SIGINT set `stop`; the second one ends the process at once."""
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(serve))
+
+
+def pick_worker(loaded: LoadedConfig, role: Role, name: str | None) -> str:
+    """The worker of `role` (or mixed) to run. Raises ConfigError when `name` is needed or does not fit."""
+    workers = loaded.config.workers
+    fitting = [key for key, worker in workers.items() if worker.role in (role, Role.MIXED)]
+    if name is None:
+        if len(fitting) == 1:
+            return fitting[0]
+        if not fitting:
+            raise ConfigError(f"{loaded.path}: no worker has role {role}")
+        raise ConfigError(f"{loaded.path}: several workers fit; say --name with one of: {', '.join(fitting)}")
+    if name not in workers:
+        raise ConfigError(f"{loaded.path}: no worker is named {name}; known: {', '.join(workers)}")
+    if name not in fitting:
+        raise ConfigError(f"{loaded.path}: {name} has role {workers[name].role}, not {role}")
+    return name
+
+
+def server_tls(material: TlsMaterial) -> ssl.SSLContext:
+    """Mutual TLS for a server of this role."""
+    return server_context(material.cert_pem, material.key_pem, material.ca_pem)
+
+
+def client_tls(material: TlsMaterial) -> ssl.SSLContext:
+    """Mutual TLS for HTTP clients of this role; the server's host name is checked."""
+    return client_context(material.cert_pem, material.key_pem, material.ca_pem, check_hostname=True)
+
+
+def registry_url(loaded: LoadedConfig) -> str:
+    """Where the registry is reached."""
+    registry = loaded.config.registry
+    return f"https://{registry.advertise or registry.listen}"
+
+
+@contextlib.asynccontextmanager
+async def http_server(app: web.Application, listen: str, context: ssl.SSLContext | None) -> AsyncIterator[None]:
+    """Serve `app` at `listen`. Raises ConfigError when the address cannot be had."""
+    # handler_cancellation: a caller that goes away ends the work it asked for.
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, keepalive_timeout=75.0
+    )
+    await runner.setup()
+    host, port = split_address(listen)
+    try:
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
+    except OSError as error:
+        await runner.cleanup()
+        raise ConfigError(f"cannot listen at {listen}: {os.strerror(error.errno or 0)}") from error
+    try:
+        log.info("listening", address=listen)
+        yield
+    finally:
+        await runner.cleanup()
+
+
+async def _serve(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            log.warning("stopped_at_once", signal=number.name)
+            os._exit(128 + number)
+        log.info("stopping", signal=number.name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    await serve(stop)
