@@ -1,0 +1,118 @@
+"""`farfill parity`: does far prefill change a single token? Asks a running cluster, or one it starts for it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from farfill.config.load import load_config
+from farfill.core.errors import ConfigError
+from farfill.verify.client import GatewayUnreachableError, gateway_client
+from farfill.verify.parity import ParityResult, run_parity
+from farfill.verify.parity_report import describe, print_report, to_json
+from farfill.verify.prompts import (
+    DEFAULT_LENGTHS,
+    DEFAULT_OUTPUT_TOKENS,
+    corpus_cases,
+    file_cases,
+    load_corpus,
+)
+
+_LENGTHS = ",".join(str(length) for length in DEFAULT_LENGTHS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParityPlan:
+    """What to compare, wherever the gateway is."""
+
+    lengths: tuple[int, ...]
+    prompts: Path | None
+    max_tokens: int
+    repeat: int
+    concurrency: int
+
+
+def parity(
+    *,
+    config: Annotated[Path | None, typer.Option(help="Cluster file of the running cluster.")] = None,
+    gateway: Annotated[str | None, typer.Option(help="URL of the gateway, instead of --config.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help='JSONL of {"prompt"} or {"token_ids"}, with "max_tokens" if wanted.')
+    ] = None,
+    lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, from the built-in prose.")] = _LENGTHS,
+    tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each run.")] = DEFAULT_OUTPUT_TOKENS,
+    repeat: Annotated[int, typer.Option(min=1, help="Rounds over the lengths, each with other text.")] = 1,
+    concurrency: Annotated[int, typer.Option(min=1, help="Prompts compared at the same time.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
+) -> None:
+    """Compare far-prefilled with local output, token id by token id. 1: not equal. 2: no cluster to ask."""
+    plan = ParityPlan(
+        lengths=_parse_lengths(lengths), prompts=prompts, max_tokens=tokens, repeat=repeat, concurrency=concurrency
+    )
+    url = gateway_url(config, gateway)
+    progress = Console(stderr=True)
+    try:
+        result = asyncio.run(compare(url, plan, progress))
+    except GatewayUnreachableError as error:
+        raise ConfigError(f"{error}\nstart a cluster first, with: farfill up") from error
+    if as_json:
+        typer.echo(to_json(result))
+    else:
+        print_report(Console(), result)
+    if not result.ok:
+        sys.exit(1)
+
+
+async def compare(url: str, plan: ParityPlan, progress: Console) -> ParityResult:
+    """Run `plan` against the gateway at `url`, telling `progress` of each row."""
+    async with gateway_client(url) as client:
+        model = await client.model()
+        cases = []
+        if plan.prompts is not None:
+            cases += await file_cases(
+                client, plan.prompts, max_tokens=plan.max_tokens, context_tokens=model.context_tokens
+            )
+        if plan.lengths:
+            corpus = await load_corpus(client)
+            cases += corpus_cases(
+                corpus,
+                plan.lengths,
+                repeat=plan.repeat,
+                max_tokens=plan.max_tokens,
+                context_tokens=model.context_tokens,
+            )
+        return await run_parity(
+            client,
+            cases,
+            concurrency=plan.concurrency,
+            progress=lambda row: progress.print(describe(row), highlight=False),
+        )
+
+
+def gateway_url(config: Path | None, gateway: str | None) -> str:
+    """Where the gateway is. Raises ConfigError when it is not said, or when the file forbids to force placements."""
+    if gateway is not None:
+        return gateway
+    if config is None:
+        raise ConfigError("say which cluster: --config FILE or --gateway URL, or --up to start one for this run")
+    loaded = load_config(config)
+    if not loaded.config.routing.allow_placement_override:
+        raise ConfigError(
+            f"{config}: parity forces placements; set routing.allow_placement_override: true and restart the gateway"
+        )
+    scheme = "https" if loaded.config.gateway.tls_cert is not None else "http"
+    return f"{scheme}://{loaded.config.gateway.listen}"
+
+
+def _parse_lengths(text: str) -> tuple[int, ...]:
+    parts: Sequence[str] = [part.strip() for part in text.split(",") if part.strip()]
+    if not all(part.isdecimal() and int(part) >= 2 for part in parts):
+        raise ConfigError(f"--lengths takes numbers from 2 up, with commas between, not {text!r}")
+    return tuple(int(part) for part in parts)
