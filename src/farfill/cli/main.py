@@ -11,6 +11,7 @@ import typer
 
 from farfill.cli import config, model, pki
 from farfill.cli.decode import decode
+from farfill.cli.gateway import gateway
 from farfill.cli.prefill import prefill
 from farfill.cli.registry import registry
 from farfill.cli.version import version
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Serve LLMs with prefill and decode in different datacenters: prefill far, decode near.",
 )
+app.command()(gateway)
 app.command()(registry)
 app.command()(decode)
 app.command()(prefill)

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from farfill.cli.run_role import http_server, run_until_stopped, server_tls, start_logging
+from farfill.cli.run_role import http_server, plain_runner, run_until_stopped, server_tls, start_logging
 from farfill.clock import WallClock
 from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import read_tls
@@ -36,5 +36,6 @@ async def serve_registry(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         clock=WallClock(),
         metrics=RegistryMetrics(site=config.registry.site, workers=workers),
     )
-    async with http_server(service.app(), config.registry.listen, server_tls(read_tls(loaded, "registry"))):
+    tls = server_tls(read_tls(loaded, "registry"))
+    async with http_server(plain_runner(service.app()), config.registry.listen, tls):
         await stop.wait()

@@ -19,7 +19,7 @@ from farfill.config.secrets import TlsMaterial
 from farfill.core.cluster import Role
 from farfill.core.errors import ConfigError
 from farfill.telemetry.logs import setup_logging
-from farfill.transport.tls import client_context, server_context
+from farfill.transport.tls import server_context
 
 log = structlog.get_logger()
 
@@ -61,32 +61,30 @@ def server_tls(material: TlsMaterial) -> ssl.SSLContext:
     return server_context(material.cert_pem, material.key_pem, material.ca_pem)
 
 
-def client_tls(material: TlsMaterial) -> ssl.SSLContext:
-    """Mutual TLS for HTTP clients of this role; the server's host name is checked."""
-    return client_context(material.cert_pem, material.key_pem, material.ca_pem, check_hostname=True)
-
-
 def registry_url(loaded: LoadedConfig) -> str:
     """Where the registry is reached."""
     registry = loaded.config.registry
     return f"https://{registry.advertise or registry.listen}"
 
 
+def plain_runner(app: web.Application) -> web.AppRunner:
+    """A runner for servers whose answers are short. A caller that goes away ends the work it asked for."""
+    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+
+
 @contextlib.asynccontextmanager
-async def http_server(app: web.Application, listen: str, context: ssl.SSLContext | None) -> AsyncIterator[None]:
-    """Serve `app` at `listen`. Raises ConfigError when the address cannot be had."""
-    # handler_cancellation: a caller that goes away ends the work it asked for.
-    runner = web.AppRunner(
-        app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, keepalive_timeout=75.0
-    )
+async def http_server(runner: web.AppRunner, listen: str, context: ssl.SSLContext | None) -> AsyncIterator[None]:
+    """Serve at `listen`; at the end, open requests get the runner's shutdown time.
+
+    Raises ConfigError when the address cannot be had.
+    """
     await runner.setup()
     host, port = split_address(listen)
     try:
-        await web.TCPSite(runner, host, port, ssl_context=context).start()
-    except OSError as error:
-        await runner.cleanup()
-        raise ConfigError(f"cannot listen at {listen}: {os.strerror(error.errno or 0)}") from error
-    try:
+        try:
+            await web.TCPSite(runner, host, port, ssl_context=context).start()
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {listen}: {os.strerror(error.errno or 0)}") from error
         log.info("listening", address=listen)
         yield
     finally:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import platform
 
 import typer
 
+import farfill
 from farfill.wire.control import PROTOCOL_VERSION
 
 
 def version() -> None:
     """Print the version of Farfill, of its protocol, and of Python."""
-    own = importlib.metadata.version("farfill")
-    typer.echo(f"farfill {own}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}")
+    typer.echo(f"farfill {farfill.__version__}, protocol {PROTOCOL_VERSION}, Python {platform.python_version()}")

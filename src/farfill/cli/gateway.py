@@ -1,0 +1,85 @@
+"""`farfill gateway`: the OpenAI API."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import os
+import ssl
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from farfill.cli.run_role import http_server, registry_url, run_until_stopped, start_logging
+from farfill.config.load import LoadedConfig, load_config
+from farfill.config.secrets import read_public_tls, read_ticket_signing_key, read_tls
+from farfill.core.errors import ConfigError
+from farfill.gateway.app import build_runner
+from farfill.gateway.identity import worker_context
+from farfill.gateway.service import GatewayDeps
+from farfill.gateway.tokenizer import load_tokenizer
+from farfill.registry.client import InstanceWatcher
+from farfill.registry.identity import registry_context
+from farfill.telemetry.loop_lag import watch_loop_lag
+from farfill.telemetry.metrics import GatewayMetrics, exposition
+from farfill.transfer.tickets import TicketSigner
+
+# How long running requests may go on after SIGTERM.
+DRAIN_S = 30.0
+
+
+def gateway(config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml")) -> None:
+    """Run the gateway."""
+    loaded = load_config(config)
+    start_logging(loaded, role="gateway", site=loaded.config.gateway.site, name="gateway")
+    run_until_stopped(lambda stop: serve_gateway(loaded, stop))
+
+
+async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
+    """Serve until `stop`, then let running requests end."""
+    config = loaded.config
+    tls = read_tls(loaded, "gateway")
+    metrics = GatewayMetrics(site=config.gateway.site, model=config.model.name)
+    watcher = InstanceWatcher(
+        registry_url=registry_url(loaded),
+        ssl_context=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
+        observer=metrics,
+        on_change=metrics.instances_known,
+    )
+    deps = GatewayDeps(
+        config=config,
+        model=await asyncio.to_thread(load_tokenizer, loaded.model_dir),
+        membership=watcher,
+        sign_ticket=TicketSigner(read_ticket_signing_key(loaded)).sign,
+        worker_tls=worker_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
+        observer=metrics,
+        metrics=functools.partial(exposition, metrics.registry),
+    )
+    public = public_context(loaded)
+    lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))
+    try:
+        async with watcher, http_server(build_runner(deps, shutdown_timeout_s=DRAIN_S), config.gateway.listen, public):
+            await stop.wait()
+    finally:
+        lag.cancel()
+
+
+def public_context(loaded: LoadedConfig) -> ssl.SSLContext | None:
+    """TLS of the public API; None: plain HTTP. Raises ConfigError when certificate and key do not fit."""
+    pems = read_public_tls(loaded)
+    if pems is None:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    # The ssl module reads chains from files only: one that nobody else can read, gone at once.
+    handle, path = tempfile.mkstemp(prefix="farfill-", suffix=".pem")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(pems[0].rstrip() + b"\n" + pems[1])
+        context.load_cert_chain(path)
+    except ssl.SSLError as error:
+        raise ConfigError(f"gateway.tls_cert and tls_key do not fit together: {error}") from error
+    finally:
+        os.unlink(path)
+    return context
