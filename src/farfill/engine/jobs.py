@@ -56,13 +56,16 @@ class Job(ABC):
         self.hold: Hold | None = None
         self.hit: PrefixHit | None = None
         self.valid_tokens = 0
+        self.ready_tokens = 0
         self.cached_tokens = 0
         self.computed_tokens = 0
         self.compute_s = 0.0
         self.submitted_s = 0.0
         self.started_s = 0.0
+        self.started = False
         self.cancelled = False
         self.done = False
+        self._open_rows = demand.rows
         self._wake = wake
 
     @property
@@ -71,9 +74,14 @@ class Job(ABC):
         return not self.done
 
     @property
+    def open_rows(self) -> int:
+        """Sequences it still waits with or runs."""
+        return 0 if self.done else self._open_rows
+
+    @property
     def uncomputed_tokens(self) -> int:
-        """Prompt tokens still ahead."""
-        return max(0, self.num_tokens - (self.kv.tokens if self.kv is not None and self.started_s else 0))
+        """Prompt tokens not there yet."""
+        return 0 if self.done else max(0, self.num_tokens - self.ready_tokens)
 
     @property
     def stats(self) -> PrefillStats:
@@ -201,7 +209,6 @@ class GenerateJob(Job):
         self._sampling = work.sampling
         self._sink = sink
         self._vocabulary = vocabulary
-        self._open_choices = demand.rows
 
     def prompt_ready(self) -> Sequence[Choice]:
         kv = self.kv
@@ -219,10 +226,10 @@ class GenerateJob(Job):
     def emit(self, event: TokenEvent) -> None:
         """Pass one choice's event on; the last choice to finish ends the job."""
         if event.finish_reason is not None:
-            self._open_choices -= 1
+            self._open_rows -= 1
             if self.hold is not None:
                 self.hold.shrink(self.demand.bytes_per_row)
-            if self._open_choices == 0:
+            if self._open_rows == 0:
                 self.done = True
                 self.free()
         self._sink.token(event)

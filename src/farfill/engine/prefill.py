@@ -31,6 +31,7 @@ class PrefillTurns:
     def add(self, job: Job) -> None:
         """Take a job that has its KV memory; use what is there already. It may be complete at once."""
         job.started_s = self._clock.now_s()
+        job.started = True
         kv = job.kv
         assert kv is not None
         hit, job.hit = job.hit, None
@@ -44,6 +45,7 @@ class PrefillTurns:
             kv.attach(job.valid_tokens)
         self._use_prefix(job)
         start, step = kv.tokens, self._layout.prefill_chunk_tokens
+        job.ready_tokens = start
         for chunk in range(min(len(job.keys), start // step)):
             self._prefix.insert(job.keys, chunk, kv)
         if start:
@@ -97,6 +99,7 @@ class PrefillTurns:
         self._executor.prefill(kv, job.prompt[start:end])
         job.compute_s += self._clock.now_s() - begun_s
         job.computed_tokens += end - start
+        job.ready_tokens = end
         chunk = start // step
         if chunk < len(job.keys):
             self._prefix.insert(job.keys, chunk, kv)

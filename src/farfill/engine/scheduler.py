@@ -55,7 +55,6 @@ class Scheduler:
         self._closing = False
         self._dead: EngineError | None = None
         self._thread: threading.Thread | None = None
-        self._load = (0, 0)
 
     def start(self) -> None:
         """Start the thread, once."""
@@ -106,14 +105,13 @@ class Scheduler:
             self._changed.notify()
 
     def load(self) -> EngineLoad:
-        """How busy the engine is, as of its last step."""
+        """How busy the engine is now."""
         with self._changed:
-            waiting = tuple(self._waiting)
-        running, uncomputed = self._load
+            jobs = tuple(self._jobs)
         return EngineLoad(
-            queued_tokens=uncomputed + sum(job.num_tokens for job in waiting),
-            running_sequences=running,
-            waiting_sequences=sum(job.demand.rows for job in waiting),
+            queued_tokens=sum(job.uncomputed_tokens for job in jobs),
+            running_sequences=sum(job.open_rows for job in jobs if job.started),
+            waiting_sequences=sum(job.open_rows for job in jobs if not job.started),
             kv_used_bytes=self._memory.used_bytes,
             prefix_cache_bytes=self._prefix.used_bytes,
         )
@@ -121,7 +119,8 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing runs."""
-        return not self._waiting and self._load[0] == 0
+        with self._changed:
+            return all(job.done for job in self._jobs)
 
     def _run(self) -> None:
         try:
@@ -129,7 +128,7 @@ class Scheduler:
                 self._drop_cancelled()
                 self._admit()
                 stepped = self._step()
-                self._note_load()
+                self._forget_done()
                 if stepped:
                     self._report_step()
             self._end_all(None)
@@ -227,12 +226,9 @@ class Scheduler:
                 job.fail(error)
                 job.cancel()
 
-    def _note_load(self) -> None:
+    def _forget_done(self) -> None:
         with self._changed:
             self._jobs = {job: None for job in self._jobs if not job.done}
-        prefilling = self._prefill.jobs
-        running = len(self._decode) + sum(job.demand.rows for job in prefilling)
-        self._load = (running, sum(job.uncomputed_tokens for job in prefilling))
 
     def _end_all(self, error: EngineError | None) -> None:
         with self._changed:
@@ -246,4 +242,3 @@ class Scheduler:
                 job.fail(error)
         self._prefill.drop_done()
         self._decode.drop_done()
-        self._note_load()

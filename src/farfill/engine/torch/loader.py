@@ -1,0 +1,118 @@
+"""From a model folder to an engine: weights, tokenizer, layout, fingerprint, and a check that it all works."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import blake3
+import torch
+from tokenizers import Tokenizer
+
+from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
+from farfill.core.errors import ConfigError
+from farfill.core.layout import KVLayout
+from farfill.engine.local import EngineLimits, LocalEngine
+from farfill.engine.output import Vocabulary
+from farfill.engine.protocol import EngineInfo
+from farfill.engine.torch import attention
+from farfill.engine.torch.executor import TorchExecutor
+from farfill.engine.torch.host import set_threads
+from farfill.engine.torch.kv import KVSpec
+from farfill.engine.torch.layout import derive_layout
+from farfill.engine.torch.selfcheck import check_model
+
+ENGINE_VERSION = "torch-1"
+
+_REQUIRED = ("config.json", "tokenizer.json")
+_IDENTITY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+# Keys of config.json that say where a file came from, not what the model computes.
+_NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+_MIB = 1 << 20
+
+
+def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path) -> LocalEngine:
+    """See `farfill.engine.torch.load_engine`."""
+    folder = _model_folder(base_dir / model.path)
+    if engine.prefix_cache_mb >= engine.kv_cache_mb:
+        raise ConfigError(
+            f"engine.prefix_cache_mb ({engine.prefix_cache_mb}) must be less than engine.kv_cache_mb "
+            f"({engine.kv_cache_mb}), which it is a part of"
+        )
+    set_threads(engine.threads)
+    attention.register()
+    net = _load_weights(folder, model.dtype, engine.device)
+    layout = derive_layout(net, prefill.chunked_prefill_tokens)
+    executor = TorchExecutor(net, KVSpec(layout, net.device))
+    config = net.config.get_text_config()
+    check_model(net, executor, config)
+    info = EngineInfo(
+        engine="torch",
+        model=model.name,
+        fingerprint=fingerprint(folder, layout, model.dtype),
+        layout=layout,
+        max_context_tokens=config.max_position_embeddings,
+        vocab_size=net.get_output_embeddings().weight.shape[0],
+        kv_total_bytes=(engine.kv_cache_mb - engine.prefix_cache_mb) * _MIB,
+    )
+    limits = EngineLimits(
+        max_batch=engine.max_batch,
+        max_queue=engine.max_queue,
+        prefix_cache_bytes=engine.prefix_cache_mb * _MIB,
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    vocabulary = Vocabulary.of(tokenizer, _eos_ids(net), info.vocab_size)
+    return LocalEngine(info, executor, vocabulary, limits)
+
+
+def fingerprint(folder: Path, layout: KVLayout, dtype: str) -> str:
+    """32 hex digits over everything that decides what a byte of KV means."""
+    digest = blake3.blake3()
+    digest.update(repr((ENGINE_VERSION, dtype, layout)).encode())
+    config = json.loads((folder / "config.json").read_text())
+    identity = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
+    digest.update(json.dumps(identity, sort_keys=True).encode())
+    present = [folder / name for name in _IDENTITY_FILES if (folder / name).is_file()]
+    for path in (*present, *sorted(folder.glob("*.safetensors"))):
+        # Each file by name and digest, so that bytes cannot move from one to the next unnoticed.
+        content = blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).digest()
+        digest.update(path.name.encode() + b"\0" + content)
+    return digest.hexdigest(length=16)
+
+
+def _model_folder(folder: Path) -> Path:
+    missing = [name for name in _REQUIRED if not (folder / name).is_file()]
+    if missing or not any(folder.glob("*.safetensors")):
+        missing = missing or ["*.safetensors"]
+        raise ConfigError(
+            f"model.path: {folder} has no {', '.join(missing)}; `farfill model fetch` makes such a folder"
+        )
+    return folder
+
+
+def _load_weights(folder: Path, dtype: str, device: str) -> Any:
+    # A model folder is complete; asking the hub for what is missing would only hide that.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    net: Any = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, dtype),
+        attn_implementation=attention.IMPLEMENTATION,
+        local_files_only=True,
+        use_safetensors=True,
+    )
+    return net.to(torch.device(device)).eval()
+
+
+def _eos_ids(net: Any) -> frozenset[int]:
+    """The ids that end a text, of the generation config or else of the model's."""
+    for config in (net.generation_config, net.config.get_text_config()):
+        ids = getattr(config, "eos_token_id", None)
+        if ids is not None:
+            return frozenset([ids] if isinstance(ids, int) else ids)
+    return frozenset()
