@@ -13,7 +13,7 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.errors import DeadlineError, error_response, internal_error
-from farfill.gateway.handlers.request_id import adopt_request_id
+from farfill.gateway.handlers.request_id import REQUEST_ID, adopt_request_id
 from farfill.gateway.handlers.track import Endpoint, RequestTracker
 from farfill.gateway.openai.chat import ChatRenderer
 from farfill.gateway.openai.completions import CompletionRenderer
@@ -62,7 +62,7 @@ class GenerateHandler:
 
     async def _tracked(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
         """Serve and account for it. Errors before the first byte become an answer, later ones an event."""
-        tracker = RequestTracker(self._service, endpoint, request["request_id"])
+        tracker = RequestTracker(self._service, endpoint, request[REQUEST_ID])
         exchange = _Exchange(request)
         failure: FarfillError | None = None
         cancelled = True  # unless something else is known by the end

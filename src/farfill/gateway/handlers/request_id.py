@@ -12,6 +12,7 @@ from farfill.core.errors import InvalidRequestError
 from farfill.gateway.errors import error_response
 
 HEADER = "X-Request-Id"
+REQUEST_ID = web.RequestKey("request_id", str)
 _VALID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
@@ -21,15 +22,15 @@ async def with_request_id(
 ) -> web.StreamResponse:
     """Give every request an id; refuse one that could break logs or paths."""
     given = request.headers.get(HEADER)
-    request["request_id"] = given if given and _VALID.fullmatch(given) else uuid.uuid4().hex
-    if given is not None and request["request_id"] != given:
+    request[REQUEST_ID] = given if given and _VALID.fullmatch(given) else uuid.uuid4().hex
+    if given is not None and request[REQUEST_ID] != given:
         return error_response(_invalid(HEADER))
     return await handler(request)
 
 
 async def tell_request_id(request: web.BaseRequest, response: web.StreamResponse) -> None:
     """on_response_prepare: the id goes out with every answer."""
-    request_id = request.get("request_id")
+    request_id = request.get(REQUEST_ID)
     if request_id is not None:
         response.headers[HEADER] = request_id
 
@@ -39,8 +40,8 @@ def adopt_request_id(request: web.Request, from_body: str | None) -> str:
     if from_body is not None and HEADER not in request.headers:
         if not _VALID.fullmatch(from_body):
             raise _invalid("request_id")
-        request["request_id"] = from_body
-    return request["request_id"]
+        request[REQUEST_ID] = from_body
+    return request[REQUEST_ID]
 
 
 def _invalid(param: str) -> InvalidRequestError:

@@ -18,7 +18,7 @@ from farfill.core.cluster import FallbackReason, Instance, Placement
 from farfill.core.errors import FarfillError, ProtocolError, UnavailableError
 from farfill.core.ticket import Ticket
 from farfill.gateway.health import PrefillHealth
-from farfill.gateway.loads import Claim, OutstandingWork
+from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.generation import Generation, Job, failed
 from farfill.gateway.pipeline.place import PlacementQuery, Placer
@@ -261,8 +261,10 @@ def _fallback(plan: Plan, start: StartEvent) -> tuple[FallbackReason, str]:
     """Why the prompt was not prefilled as placed: the gateway's own reason first, else decode's."""
     if plan.fallback is not FallbackReason.NONE:
         return plan.fallback, plan.fallback_detail
-    known = start.fallback in FallbackReason
-    return FallbackReason(start.fallback) if known else FallbackReason.PROTOCOL, start.fallback_detail
+    try:
+        return FallbackReason(start.fallback), start.fallback_detail
+    except ValueError:
+        return FallbackReason.PROTOCOL, f"decode named an unknown fallback reason {start.fallback!r}"
 
 
 def _as_request_error(error: FarfillError) -> FarfillError:

@@ -1,0 +1,262 @@
+"""The API at the level of HTTP: statuses, error shape, request ids, the small endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.gateway_harness import Harness, running_gateway
+
+from farfill.core.cluster import InstanceState
+from farfill.wire.control import ErrorBody
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+USER = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+async def gateway(tmp_path: Path) -> AsyncIterator[Harness]:
+    async with running_gateway(tmp_path, gateway={"max_body_mb": 1}) as harness:
+        yield harness
+
+
+def assert_error(body: Any, *, code: str, param: str | None, contains: str = "") -> None:
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert (body["error"]["code"], body["error"]["param"]) == (code, param)
+    assert contains in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param", "contains"),
+    [
+        ({"temprature": 1}, "unknown_field", "temprature", "did you mean 'temperature'"),
+        ({"tools": [{"type": "function"}]}, "unsupported", "tools", "not supported"),
+        ({"response_format": {"type": "json_object"}}, "unsupported", "response_format", "not supported"),
+        ({"audio": {"voice": "x"}}, "unsupported", "audio", ""),
+        ({"temperature": "hot"}, "invalid_request", "temperature", "float"),
+        ({"temperature": -1}, "invalid_request", "temperature", "between 0 and 2"),
+        ({"top_p": 0}, "invalid_request", "top_p", ""),
+        ({"n": 0}, "invalid_request", "n", ""),
+        ({"max_tokens": 0}, "invalid_request", "max_tokens", "at least 1"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "invalid_request", "max_completion_tokens", "differ"),
+        ({"min_tokens": 5, "max_tokens": 4}, "invalid_request", "min_tokens", ""),
+        ({"stop": [""]}, "invalid_request", "stop", ""),
+        ({"stop": ["a"] * 17}, "invalid_request", "stop", "17"),
+        ({"logit_bias": {"9999": 1}}, "invalid_request", "logit_bias", "9999"),
+        ({"top_logprobs": 2}, "invalid_request", "top_logprobs", "logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "invalid_request", "top_logprobs", ""),
+        ({"stop_token_ids": [-1]}, "invalid_request", "stop_token_ids", ""),
+        ({"stream_options": {"include_usage": True}}, "invalid_request", "stream_options", "stream: true"),
+        ({"stream": True, "stream_options": {"nope": 1}}, "invalid_request", "stream_options", "nope"),
+        ({"cache_salt": ""}, "invalid_request", "cache_salt", ""),
+        ({"request_id": "a b"}, "invalid_request", "request_id", ""),
+        ({"messages": []}, "invalid_request", "messages", "empty"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "unsupported", "messages[0].role", "tool"),
+        ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0].content", "missing"),
+        ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "invalid_request", "messages[0]", "colour"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "unsupported",
+            "messages[0].content[0]",
+            "only text",
+        ),
+        ({"model": None}, "invalid_request", "model", "missing"),
+        ({"max_tokens": 10_000}, "context_length_exceeded", "messages", "512"),
+    ],
+)
+async def test_bad_chat_field_is_named(
+    gateway: Harness, fields: dict[str, Any], code: str, param: str, contains: str
+) -> None:
+    status, body, _ = await gateway.post(CHAT, {"model": "tiny", "messages": USER, **fields})
+    assert status == 400
+    assert_error(body, code=code, param=param, contains=contains)
+    assert gateway.decode.decodes == []
+    assert gateway.observer.finished[-1].outcome == "client_error"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"best_of": 2}, "unsupported", "best_of"),
+        ({"suffix": "x"}, "unsupported", "suffix"),
+        ({"echo": True, "logprobs": 1}, "unsupported", "logprobs"),
+        ({"logprobs": 21}, "invalid_request", "logprobs"),
+        ({"prompt": []}, "invalid_request", "prompt"),
+        ({"prompt": {}}, "invalid_request", "prompt"),
+        ({"prompt": [1, "a"]}, "invalid_request", "prompt"),
+        ({"prompt": [9999]}, "invalid_request", "prompt"),
+        ({"prompt": [[]]}, "invalid_request", "prompt"),
+        ({"prompt": "", "add_special_tokens": False}, "invalid_request", "prompt"),
+        ({"prompt": ["a"] * 129}, "invalid_request", "prompt"),
+        ({"prompt": None}, "invalid_request", "prompt"),
+        ({"prompt": "x" * 511, "max_tokens": 1}, "context_length_exceeded", "prompt"),
+    ],
+)
+async def test_bad_completion_field_is_named(gateway: Harness, fields: dict[str, Any], code: str, param: str) -> None:
+    status, body, _ = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "hi", **fields})
+    assert status == 400
+    assert_error(body, code=code, param=param)
+    assert gateway.decode.decodes == []
+
+
+async def test_neutral_values_and_harmless_fields_are_accepted(gateway: Harness) -> None:
+    neutral = {
+        "tools": [], "response_format": {"type": "text"}, "stop": None, "n": None, "user": "u", "store": True,
+        "metadata": {"a": "b"}, "logprobs": None, "seed": None, "service_tier": "auto", "max_tokens": 1,
+    }  # fmt: skip
+    echoed = {"role": "assistant", "content": "yes", "refusal": None, "tool_calls": None, "audio": None}
+    status, body, _ = await gateway.post(CHAT, {"model": "tiny", "messages": [*USER, echoed, *USER], **neutral})
+    assert status == 200, body
+
+
+async def test_default_length_is_cut_to_the_context(gateway: Harness) -> None:
+    status, _, _ = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "x" * 506})
+    assert status == 200
+    assert gateway.decode.decodes[0].sampling.max_tokens == 5
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[]", b'"x"', b'{"a": \xff}', b'{"model": "tiny", "messages": [}'])
+async def test_bad_json_is_400(gateway: Harness, body: bytes) -> None:
+    status, answer, _ = await gateway.post(CHAT, body)
+    assert status == 400
+    assert answer["error"]["code"] == "invalid_json"
+
+
+async def test_deeply_nested_json_is_400(gateway: Harness) -> None:
+    status, answer, _ = await gateway.post(CHAT, b'{"tools": ' + b"[" * 100_000 + b"]" * 100_000 + b"}")
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+async def test_large_body_is_413(gateway: Harness) -> None:
+    status, body, _ = await gateway.post(CHAT, b" " * (2 << 20))
+    assert status == 413
+    assert_error(body, code="body_too_large", param=None, contains="max_body_mb: 1")
+
+
+async def test_wrong_method_is_405_with_allow_and_unknown_path_404(gateway: Harness) -> None:
+    async with gateway.http.get(gateway.base + CHAT) as response:
+        assert response.status == 405
+        assert response.headers["Allow"] == "POST"
+        assert_error(await response.json(), code="method_not_allowed", param=None)
+    status, body, _ = await gateway.get("/v1/nothing")
+    assert status == 404
+    assert_error(body, code="not_found", param=None, contains="/v1/nothing")
+
+
+async def test_request_id_is_kept_generated_or_refused(gateway: Harness) -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+    _, answer, response = await gateway.post(COMPLETIONS, body, **{"X-Request-Id": "abc-1"})
+    assert response.headers["X-Request-Id"] == "abc-1"
+    assert answer["id"] == "cmpl-abc-1"
+    assert gateway.decode.decodes[-1].request_id == "abc-1"
+    _, _, response = await gateway.post(COMPLETIONS, {**body, "request_id": "from-body"})
+    assert response.headers["X-Request-Id"] == "from-body"
+    _, _, response = await gateway.post(COMPLETIONS, body)
+    assert len(response.headers["X-Request-Id"]) == 32
+    status, answer, response = await gateway.post(COMPLETIONS, body, **{"X-Request-Id": "no spaces"})
+    assert status == 400
+    assert_error(answer, code="invalid_request", param="X-Request-Id")
+    status, _, response = await gateway.post(COMPLETIONS, b"{", **{"X-Request-Id": "abc-2"})
+    assert (status, response.headers["X-Request-Id"]) == (400, "abc-2")
+
+
+async def test_tokenize_and_detokenize(gateway: Harness) -> None:
+    _, body, _ = await gateway.post("/tokenize", {"prompt": "héllo", "return_token_strs": True})
+    assert body["count"] == len(body["tokens"]) == len(body["token_strs"]) == 7
+    assert body["max_model_len"] == 512
+    _, back, _ = await gateway.post("/detokenize", {"tokens": body["tokens"][1:]})
+    assert back == {"prompt": "héllo"}
+    _, chat, _ = await gateway.post("/tokenize", {"model": "tiny", "messages": USER})
+    await gateway.post(CHAT, {"model": "tiny", "messages": USER, "max_tokens": 1})
+    assert chat["tokens"] == gateway.decode.decodes[-1].token_ids
+    status, error, _ = await gateway.post("/detokenize", {"tokens": [100_000]})
+    assert status == 400
+    assert_error(error, code="invalid_request", param="tokens")
+    assert (await gateway.post("/tokenize", {}))[0] == 400
+    assert (await gateway.post("/tokenize", {"prompt": "x", "model": "other"}))[0] == 404
+
+
+async def test_health_version_metrics(gateway: Harness) -> None:
+    assert (await gateway.get("/health"))[0] == 200
+    assert (await gateway.get("/live"))[0] == 200
+    assert (await gateway.get("/version"))[1]["version"]
+    async with gateway.http.get(gateway.base + "/metrics") as response:
+        assert response.content_type == "text/plain"
+        assert await response.text() == "farfill_up 1\n"
+
+
+async def test_ready_needs_a_ready_decode_worker(gateway: Harness) -> None:
+    assert (await gateway.get("/ready"))[0] == 200
+    gateway.decode.state = InstanceState.DRAINING
+    status, body, _ = await gateway.get("/ready")
+    assert status == 503
+    assert "decode" in body["missing"]
+
+
+async def test_no_decode_worker_is_503_with_retry_after(gateway: Harness) -> None:
+    gateway.membership.workers.clear()
+    status, body, response = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "hi"})
+    assert status == 503
+    assert_error(body, code="no_decode_instance", param=None)
+    assert int(response.headers["Retry-After"]) >= 1
+
+
+async def test_worker_without_room_is_503_with_its_retry_after(gateway: Harness) -> None:
+    refusal = ErrorBody(reason="kv_memory", message="full", retryable=True, retry_after_s=2.5)
+    gateway.decode.refuse = (503, refusal)
+    status, body, response = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "hi"})
+    assert status == 503
+    assert_error(body, code="kv_memory", param=None)
+    assert response.headers["Retry-After"] == "3"
+    assert gateway.observer.finished[-1].outcome == "rejected"
+
+
+async def test_too_many_requests_are_429_and_slots_come_back(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, gateway={"max_concurrent_requests": 1}) as gateway:
+        gateway.decode.hold_before_start = asyncio.Event()
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
+        running = asyncio.create_task(gateway.post(COMPLETIONS, body))
+        await asyncio.wait_for(gateway.decode.received.acquire(), 10)
+        status, answer, response = await gateway.post(COMPLETIONS, body)
+        assert status == 429
+        assert answer["error"]["type"] == "rate_limit_error"
+        assert int(response.headers["Retry-After"]) >= 1
+        gateway.decode.hold_before_start.set()
+        assert (await running)[0] == 200
+        assert (await gateway.post(COMPLETIONS, body))[0] == 200
+
+
+async def test_base_model_refuses_chat_and_names_completions(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, chat_template=False) as gateway:
+        status, body, _ = await gateway.post(CHAT, {"model": "tiny", "messages": USER})
+        assert status == 400
+        assert_error(body, code="no_chat_template", param="messages", contains="/v1/completions")
+        assert (await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "hi", "max_tokens": 1}))[0] == 200
+
+
+async def test_request_over_its_deadline_is_504(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, gateway={"request_timeout_s": 0.2}) as gateway:
+        gateway.decode.hold_before_start = asyncio.Event()
+        status, body, _ = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "hi"})
+        assert status == 504
+        assert_error(body, code="request_timeout", param=None)
+        await asyncio.wait_for(gateway.decode.withdrawn.acquire(), 10)
+
+
+async def test_stream_over_its_deadline_ends_with_an_error_event(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, gateway={"request_timeout_s": 0.5}) as gateway:
+        gateway.decode.hold_after_first = asyncio.Event()
+        body = {"model": "tiny", "prompt": "hi", "stream": True}
+        async with gateway.http.post(gateway.base + COMPLETIONS, json=body) as response:
+            assert response.status == 200
+            events = [line for line in (await response.text()).split("\n\n") if line]
+        assert "[DONE]" not in events[-1]
+        assert json.loads(events[-1].removeprefix("data: "))["error"]["code"] == "request_timeout"
+        await asyncio.wait_for(gateway.decode.withdrawn.acquire(), 10)

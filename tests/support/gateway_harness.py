@@ -1,0 +1,148 @@
+"""A gateway on a loopback port in front of stub workers, with the real OpenAI client and a plain HTTP one."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from openai import AsyncOpenAI
+from support.stub_worker import StubWorker, Transfers, sign_stub_ticket
+from support.tiny_tokenizer import write_model_folder
+
+from farfill.config.model import ClusterConfig
+from farfill.core.cluster import Instance, Role
+from farfill.gateway.app import SERVICE, build_runner
+from farfill.gateway.observe import RequestSummary, SilentObserver
+from farfill.gateway.service import GatewayDeps, GatewayService
+from farfill.gateway.tokenizer import load_tokenizer
+
+
+class RecordingObserver(SilentObserver):
+    """Keeps what it heard."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.finished: list[RequestSummary] = []
+        self.legs: list[str] = []
+        self.retries: list[str] = []
+
+    def request_accepted(self) -> None:
+        self.accepted += 1
+
+    def request_finished(self, summary: RequestSummary) -> None:
+        self.finished.append(summary)
+
+    def prefill_leg_ended(self, prefill: Instance, outcome: str, seconds: float, wire_bytes: int) -> None:
+        self.legs.append(outcome)
+
+    def decode_retried(self, decode: Instance, reason: str) -> None:
+        self.retries.append(reason)
+
+
+@dataclass
+class StubMembership:
+    """Who the gateway believes is alive."""
+
+    workers: list[StubWorker] = field(default_factory=list)
+
+    def instances(self) -> tuple[Instance, ...]:
+        return tuple(worker.instance for worker in self.workers)
+
+
+@dataclass(kw_only=True)
+class Harness:
+    """What a test talks to."""
+
+    base: str
+    service: GatewayService
+    observer: RecordingObserver
+    membership: StubMembership
+    decode: StubWorker
+    prefill: StubWorker
+    http: aiohttp.ClientSession
+    openai: AsyncOpenAI
+
+    async def post(self, path: str, body: object, **headers: str) -> tuple[int, Any, aiohttp.ClientResponse]:
+        """Status, parsed JSON and response of a POST; `body` is JSON, or bytes as they are."""
+        kwargs: dict[str, Any] = {"data": io.BytesIO(body)} if isinstance(body, bytes) else {"json": body}
+        async with self.http.post(self.base + path, headers=headers, **kwargs) as response:
+            return response.status, await response.json(), response
+
+    async def get(self, path: str) -> tuple[int, Any, aiohttp.ClientResponse]:
+        async with self.http.get(self.base + path) as response:
+            return response.status, await response.json(), response
+
+    async def record(self, request_id: str) -> dict[str, Any]:
+        """The published record of a request."""
+        status, body, _ = await self.get(f"/v1/farfill/requests/{request_id}?wait_s=10")
+        assert status == 200, body
+        return body
+
+
+def make_config(model_path: Path, **sections: dict[str, Any]) -> ClusterConfig:
+    """A two-site cluster with a threshold of 32 tokens and prefill chunks of 16; sections are merged in."""
+    base: dict[str, dict[str, Any]] = {
+        "model": {"name": "tiny", "path": model_path},
+        "gateway": {"site": "near"},
+        "registry": {"site": "near"},
+        "workers": {"d": {"role": "decode", "site": "near", "listen": "h:1", "transfer_listen": "h:2"}},
+        "routing": {"remote_prefill_threshold_tokens": 32, "allow_placement_override": True},
+        "prefill": {"chunked_prefill_tokens": 16},
+        "tls": {"ca": "file:ca", "cert": "file:cert", "key": "file:key"},
+        "tickets": {"signing_key": "file:k", "public_key": "file:p"},
+    }
+    for name, values in sections.items():
+        base[name] = {**base.get(name, {}), **values}
+    return ClusterConfig.model_validate(base)
+
+
+@asynccontextmanager
+async def running_gateway(
+    folder: Path, *, context_tokens: int = 512, chat_template: bool = True, **sections: dict[str, Any]
+) -> AsyncIterator[Harness]:
+    """Start two stubs and a gateway; stop everything at the end."""
+    options: dict[str, Any] = {"context_tokens": context_tokens} | ({} if chat_template else {"chat_template": None})
+    model_path = write_model_folder(folder / "model", **options)
+    transfers = Transfers()
+    decode = StubWorker("decode-near", Role.DECODE, transfers)
+    prefill = StubWorker("prefill-far", Role.PREFILL, transfers, site="far")
+    await decode.start()
+    await prefill.start()
+    membership, observer = StubMembership([decode, prefill]), RecordingObserver()
+    deps = GatewayDeps(
+        config=make_config(model_path, **sections),
+        model=load_tokenizer(model_path),
+        membership=membership,
+        sign_ticket=sign_stub_ticket,
+        worker_tls=None,
+        observer=observer,
+        metrics=lambda: (b"farfill_up 1\n", "text/plain; version=0.0.4; charset=utf-8"),
+    )
+    runner = build_runner(deps, shutdown_timeout_s=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    base = f"http://127.0.0.1:{runner.addresses[0][1]}"
+    openai = AsyncOpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0, timeout=20)
+    try:
+        async with aiohttp.ClientSession() as http:
+            yield Harness(
+                base=base,
+                service=runner.app[SERVICE],
+                observer=observer,
+                membership=membership,
+                decode=decode,
+                prefill=prefill,
+                http=http,
+                openai=openai,
+            )
+    finally:
+        await openai.close()
+        await runner.cleanup()
+        await prefill.stop()
+        await decode.stop()
