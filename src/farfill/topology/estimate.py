@@ -29,7 +29,8 @@ class LinkEstimate:
     """Rate and RTT of one link.
 
     The rate is goodput while the link was busy: bytes acknowledged over windows during which something was
-    always outstanding. Idle time never lowers it.
+    always outstanding. Idle time never lowers it. A window in which an encoder may have been the bottleneck
+    is a lower bound only: it can raise the estimate, never lower it.
     """
 
     def __init__(self) -> None:
@@ -37,6 +38,7 @@ class LinkEstimate:
         self._rtt = SmoothedValue()
         self._window_start_s: float | None = None
         self._window_bytes = 0
+        self._full_rate = True
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -48,11 +50,11 @@ class LinkEstimate:
         """Round trip of a small message; None before the first."""
         return self._rtt.value
 
-    def busy(self, now_s: float) -> None:
-        """Something became outstanding (idempotent while busy)."""
+    def busy(self, now_s: float, *, at_full_rate: bool = True) -> None:
+        """Bytes became outstanding; `at_full_rate`: nothing but the link slowed them down."""
         if self._window_start_s is None:
-            self._window_start_s = now_s
-            self._window_bytes = 0
+            self._start_window(now_s)
+        self._full_rate = self._full_rate and at_full_rate
 
     def acknowledged(self, wire_bytes: int, now_s: float, *, still_busy: bool) -> None:
         """`wire_bytes` arrived at the other side; `still_busy` tells whether more is outstanding."""
@@ -61,8 +63,10 @@ class LinkEstimate:
         self._window_bytes += wire_bytes
         elapsed = now_s - self._window_start_s
         if elapsed >= MIN_WINDOW_S and self._window_bytes >= MIN_WINDOW_BYTES:
-            self._rate.add(self._window_bytes / elapsed)
-            self._window_start_s, self._window_bytes = now_s, 0
+            sample = self._window_bytes / elapsed
+            if self._full_rate or self._rate.value is None or sample > self._rate.value:
+                self._rate.add(sample)
+            self._start_window(now_s)
         if not still_busy:
             self._window_start_s = None
 
@@ -76,3 +80,6 @@ class LinkEstimate:
         if self._rate.value is None:
             return None
         return nbytes / self._rate.value + (self._rtt.value or 0.0)
+
+    def _start_window(self, now_s: float) -> None:
+        self._window_start_s, self._window_bytes, self._full_rate = now_s, 0, True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from farfill.core.errors import ProtocolError
@@ -71,7 +72,7 @@ def propose_chunk_bytes(total_bytes: int, connections: int, limit_bytes: int, ra
     return max(MIN_CHUNK_BYTES, wanted // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES)
 
 
-def pack_bitmap(chunks: set[int], num_chunks: int) -> bytes:
+def pack_bitmap(chunks: AbstractSet[int], num_chunks: int) -> bytes:
     """Little-endian bitmap: bit i of byte j is chunk 8 j + i."""
     bitmap = bytearray(-(-num_chunks // 8))
     for chunk in chunks:

@@ -1,0 +1,430 @@
+"""One expected transfer: the receiver machine, joined to a slot and to the connections that fill it.
+
+Bytes go from the connection straight to their place in the slot. Each write happens under the lock of its
+landing, and fencing revokes every landing first, so once fenced nothing reaches the slot, however slow or
+hostile the peer. A landing that lost its place drains into scratch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import count
+from threading import Lock
+from typing import Protocol
+
+import xxhash
+
+from farfill.clock import Clock
+from farfill.core.cluster import FallbackReason
+from farfill.core.errors import ProtocolError
+from farfill.core.layout import DTYPE_BYTES
+from farfill.core.ticket import Ticket
+from farfill.engine.protocol import KVSlot
+from farfill.kv.codec import ChunkCodec, Codec
+from farfill.kv.manifest import Manifest
+from farfill.transfer.events import (
+    Accept,
+    Ack,
+    ChunkAborted,
+    ChunkBegun,
+    ChunkLanded,
+    DropChunk,
+    Ended,
+    Failed,
+    Heard,
+    LinkDown,
+    LinkUp,
+    Nack,
+    Opened,
+    PeerFailed,
+    ReceiverEffect,
+    ReceiverEvent,
+    RevokeClaim,
+    SendComplete,
+    SendFail,
+    Tick,
+    TransferLimits,
+    WriteChunk,
+)
+from farfill.transfer.grid import Chunk, pack_bitmap
+from farfill.transfer.machine import ReceiverMachine
+from farfill.transfer.observer import TransferObserver
+from farfill.transfer.protocol import ReceiveResult, TransferStats
+from farfill.transport.protocol import Receive
+from farfill.wire.frames import (
+    FLAG_CHECKSUM,
+    AcceptPayload,
+    FrameHeader,
+    FrameType,
+    Payload,
+    ReasonPayload,
+    transfer_key,
+)
+
+DRAIN_BYTES = 64 * 1024
+
+
+class Answerer(Protocol):
+    """The connection a frame came from."""
+
+    def send(self, header: FrameHeader, payload: Payload | None = None) -> None: ...
+
+    def bytes_came(self) -> None: ...
+
+
+class Owner(Protocol):
+    """The receiver, as transfers see it."""
+
+    def tell(self, transfer: AwaitedTransfer, header: FrameHeader, payload: Payload | None) -> None:
+        """Reach the sender on any connection it has."""
+        ...
+
+    def ended(self, transfer: AwaitedTransfer, outcome: Ended) -> None:
+        """It is fenced."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReceiveOptions:
+    """`chunk_limit_bytes` bounds what the sender proposes; `checksum`: chunks without one are refused."""
+
+    limits: TransferLimits
+    chunk_limit_bytes: int
+    checksum: bool
+
+
+class Scratch:
+    """Memory of one connection's thread: encoded chunks on their way, and what is discarded."""
+
+    def __init__(self) -> None:
+        self.codec = ChunkCodec()
+        self._encoded = bytearray()
+        self.drain = memoryview(bytearray(DRAIN_BYTES))
+
+    def encoded(self, nbytes: int) -> memoryview:
+        """Room for one encoded chunk; grows to the largest seen."""
+        if len(self._encoded) < nbytes:
+            self._encoded = bytearray(nbytes)
+        return memoryview(self._encoded)[:nbytes]
+
+
+class AwaitedTransfer:
+    """Implements `ExpectedTransfer`."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        slot: KVSlot,
+        options: ReceiveOptions,
+        owner: Owner,
+        *,
+        clock: Clock,
+        observer: TransferObserver,
+    ) -> None:
+        self.key = transfer_key(ticket.transfer_id)
+        self.ticket = ticket
+        self.generation: str | None = None
+        self._options = options
+        self._owner = owner
+        self._slot = slot
+        self._clock = clock
+        self._observer = observer
+        self._lock = Lock()
+        self._expected_s = clock.now_s()
+        self._machine = ReceiverMachine(
+            slot.manifest, slot.held, options.limits, options.chunk_limit_bytes, self._expected_s
+        )
+        self._claims = count()
+        self._landings: dict[int, Landing] = {}
+        self._result: Future[ReceiveResult] = Future()
+        self._progress_s = self._told_progress_s = self._expected_s
+        self._first_byte_s = self._ended_s = self._expected_s
+        self._raw_bytes = self._wire_bytes = self._chunks = self._resent = 0
+        self._codecs: Counter[str] = Counter()
+        self._carriers: set[Answerer] = set()
+
+    # What the worker calls
+
+    async def wait(self) -> ReceiveResult:
+        """See `ExpectedTransfer`."""
+        return await asyncio.shield(asyncio.wrap_future(self._result))
+
+    def fail(self, reason: FallbackReason, detail: str) -> None:
+        """See `ExpectedTransfer`. Idempotent. Raises ValueError for NONE, which is no failure."""
+        if reason is FallbackReason.NONE:
+            raise ValueError("a failure needs a reason")
+        self.handle(Failed(reason, detail))
+        self._fence()  # also when another thread is just ending it
+
+    # What the receiver calls
+
+    def begin(self) -> None:
+        """Look whether anything needs to come at all."""
+        with self._lock:
+            effects = self._machine.begin()
+        self._apply(effects, None)
+
+    @property
+    def manifest(self) -> Manifest:
+        """What shall arrive."""
+        return self._slot.manifest
+
+    @property
+    def opened(self) -> bool:
+        """Whether the sender showed its ticket."""
+        return self._machine.grid is not None
+
+    def open(self, chunk_bytes: int, session: Answerer) -> None:
+        """A verified OPEN."""
+        self.handle(Opened(chunk_bytes), session)
+
+    def peer_failed(self, reason: FallbackReason, detail: str) -> None:
+        """The sender gave up, or must not be listened to."""
+        self.handle(PeerFailed(reason, detail))
+
+    def heard(self) -> None:
+        """KEEPALIVE."""
+        self.handle(Heard())
+
+    def link(self, *, up: bool) -> None:
+        """The sender has a connection again, or none any more."""
+        self.handle(LinkUp() if up else LinkDown())
+
+    def tick(self) -> None:
+        """Bytes of unfinished chunks count as a sign of life; then deadlines."""
+        if self._progress_s != self._told_progress_s:
+            self._told_progress_s = progress_s = self._progress_s
+            with self._lock:
+                self._machine.handle(Heard(), progress_s)
+        self.handle(Tick())
+
+    def landing(self, header: FrameHeader, session: Answerer, scratch: Scratch) -> Landing:
+        """Where a CHUNK's payload goes. Raises ProtocolError when the manifest has no such chunk."""
+        grid = self._machine.grid
+        if grid is None:
+            raise ProtocolError("CHUNK before OPEN", reason="bad_frame")
+        if self._options.checksum and not header.flags & FLAG_CHECKSUM:
+            raise ProtocolError("a chunk without checksum", reason="checksum_missing")
+        chunk = grid.find(header.piece, header.offset, header.raw_bytes)
+        claim = next(self._claims)
+        landing = Landing(self, header, chunk, claim, session=session, scratch=scratch)
+        with self._lock:
+            effects = self._machine.handle(ChunkBegun(chunk.index, claim), self._clock.now_s())
+            revoked = [self._landings.get(e.claim) for e in effects if isinstance(e, RevokeClaim)]
+            for effect in effects:
+                if isinstance(effect, WriteChunk):
+                    buffer = self._slot.buffer(chunk.piece)
+                    place = buffer.cast("B") if buffer.ndim != 1 or buffer.itemsize != 1 else buffer
+                    landing.target = place[chunk.offset : chunk.offset + chunk.nbytes]
+                    self._landings[claim] = landing
+                    self._carriers.add(session)
+                elif isinstance(effect, DropChunk):
+                    landing.drop = effect
+        for older in revoked:
+            if older is not None:
+                older.revoke()
+        return landing
+
+    def item_bytes(self, piece: int) -> int:
+        """Item size of a piece's tensor, by our own layout."""
+        manifest = self._slot.manifest
+        return DTYPE_BYTES[manifest.layout.tensors[manifest.pieces[piece].tensor].dtype]
+
+    def progressed(self) -> None:
+        """Payload bytes came."""
+        self._progress_s = self._clock.now_s()
+
+    def landed(self, landing: Landing, problem: str | None) -> None:
+        """The payload is whole."""
+        with self._lock:
+            self._landings.pop(landing.claim, None)
+            event = ChunkLanded(landing.chunk.index, landing.claim, problem)
+            effects = self._machine.handle(event, self._clock.now_s())
+            if any(isinstance(effect, Ack) for effect in effects):
+                self._account(landing)
+        self._apply(effects, landing)
+
+    def aborted(self, landing: Landing) -> None:
+        """Its connection broke."""
+        with self._lock:
+            self._landings.pop(landing.claim, None)
+        self.handle(ChunkAborted(landing.chunk.index, landing.claim))
+
+    def dropped(self, landing: Landing, drop: DropChunk) -> None:
+        """A chunk was discarded."""
+        self._observer.dropped(drop.reason)
+        if drop.acknowledge:
+            with self._lock:
+                self._resent += 1
+            landing.answer(FrameType.ACK)
+
+    def handle(self, event: ReceiverEvent, session: Answerer | None = None) -> None:
+        """Feed the machine and do what it asks."""
+        with self._lock:
+            effects = self._machine.handle(event, self._clock.now_s())
+        self._apply(effects, None, session)
+
+    def _apply(
+        self, effects: Sequence[ReceiverEffect], landing: Landing | None, session: Answerer | None = None
+    ) -> None:
+        for effect in effects:
+            match effect:
+                case Accept(chunk_bytes, held):
+                    assert self._machine.grid is not None
+                    payload = AcceptPayload(chunk_bytes, pack_bitmap(held, self._machine.grid.num_chunks))
+                    self._tell(FrameHeader(FrameType.ACCEPT, self.key), payload, session)
+                case Ack() if landing is not None:
+                    landing.answer(FrameType.ACK)
+                case Nack(_, reason) if landing is not None:
+                    with self._lock:
+                        self._resent += 1
+                    self._observer.resent(reason)
+                    landing.answer(FrameType.NACK, ReasonPayload(reason))
+                case DropChunk() if landing is not None:
+                    self.dropped(landing, effect)
+                case SendComplete():
+                    self._tell(FrameHeader(FrameType.COMPLETE, self.key))
+                case SendFail(reason, detail):
+                    self._tell(FrameHeader(FrameType.FAIL, self.key), ReasonPayload(str(reason), detail[:2048]))
+                case Ended():
+                    self._end(effect)
+                case _:
+                    pass
+
+    def _tell(self, header: FrameHeader, payload: Payload | None = None, session: Answerer | None = None) -> None:
+        if session is not None:
+            session.send(header, payload)
+        else:
+            self._owner.tell(self, header, payload)
+
+    def _account(self, landing: Landing) -> None:
+        header = landing.header
+        if not self._chunks:
+            self._first_byte_s = self._clock.now_s()
+        self._chunks += 1
+        self._raw_bytes += header.raw_bytes
+        self._wire_bytes += header.wire_bytes
+        codec = Codec(header.codec).name.lower()
+        self._codecs[codec] += header.raw_bytes
+        self._observer.chunk_received(header.raw_bytes, header.wire_bytes, codec)
+
+    def _fence(self) -> None:
+        """Take the slot away from every thread; returns when none writes."""
+        with self._lock:
+            landings = list(self._landings.values())
+        for landing in landings:
+            landing.revoke()
+
+    def _end(self, ended: Ended) -> None:
+        self._ended_s = self._clock.now_s()
+        self._fence()
+        complete = ended.reason is FallbackReason.NONE
+        stats = TransferStats(
+            raw_bytes=self._raw_bytes,
+            wire_bytes=self._wire_bytes,
+            chunks=self._chunks,
+            resent_chunks=self._resent,
+            codec=self._codecs.most_common(1)[0][0] if self._codecs else Codec.NONE.name.lower(),
+            connections=len(self._carriers),
+            first_byte_s=self._first_byte_s - self._expected_s,
+            total_s=self._ended_s - self._expected_s,
+            after_prefill_s=0.0,
+        )
+        self._owner.ended(self, ended)
+        self._result.set_result(
+            ReceiveResult(
+                complete=complete,
+                prefix_tokens=self._machine.prefix_tokens,
+                failure=ended.reason,
+                detail=ended.detail,
+                stats=stats,
+            )
+        )
+
+
+class Landing:
+    """The payload of one CHUNK on its way into the slot (`target`) or nowhere. One thread fills, any revokes."""
+
+    def __init__(
+        self,
+        transfer: AwaitedTransfer,
+        header: FrameHeader,
+        chunk: Chunk,
+        claim: int,
+        *,
+        session: Answerer,
+        scratch: Scratch,
+    ) -> None:
+        self.header = header
+        self.chunk = chunk
+        self.claim = claim
+        self.target: memoryview | None = None
+        self.drop: DropChunk | None = None
+        self._transfer = transfer
+        self._session = session
+        self._scratch = scratch
+        self._lock = Lock()
+        self._filled = 0
+        self._encoded = scratch.encoded(header.wire_bytes) if header.codec != Codec.NONE else None
+
+    @property
+    def remaining(self) -> int:
+        return self.header.wire_bytes - self._filled
+
+    def fill(self, receive: Receive) -> int | None:
+        with self._lock:
+            if self._encoded is not None:
+                place = self._encoded[self._filled :]
+            elif self.target is not None:
+                place = self.target[self._filled :]
+            else:
+                place = self._scratch.drain[: self.remaining]
+            received = receive(place)
+        if received:
+            self._filled += received
+            self._transfer.progressed()
+            self._session.bytes_came()
+        return received
+
+    def complete(self) -> None:
+        if self.drop is not None:
+            self._transfer.dropped(self, self.drop)
+            return
+        with self._lock:
+            problem = None if self.target is None else self._verify(self.target)
+            self.target = None
+        self._transfer.landed(self, problem)
+
+    def abandon(self) -> None:
+        with self._lock:
+            self.target = None
+        if self.drop is None:
+            self._transfer.aborted(self)
+
+    def revoke(self) -> None:
+        """Returns once no byte can reach the slot through this any more."""
+        with self._lock:
+            self.target = None
+
+    def answer(self, kind: FrameType, payload: ReasonPayload | None = None) -> None:
+        """ACK or NACK of this chunk."""
+        header = self.header
+        self._session.send(
+            FrameHeader(kind, header.transfer, header.piece, header.offset, attempt=header.attempt), payload
+        )
+
+    def _verify(self, target: memoryview) -> str | None:
+        header = self.header
+        if self._encoded is not None:
+            try:
+                item_bytes = self._transfer.item_bytes(header.piece)
+                self._scratch.codec.decode_into(Codec(header.codec), self._encoded, item_bytes, target)
+            except ProtocolError:
+                return "checksum"  # the bytes are wrong, found before the checksum was needed
+        if header.flags & FLAG_CHECKSUM and xxhash.xxh3_128_digest(target) != header.checksum:
+            return "checksum"
+        return None

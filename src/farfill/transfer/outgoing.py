@@ -1,0 +1,408 @@
+"""One outgoing transfer: the sender machine, joined to the bytes the engine offers and to the link.
+
+Chunks are read, checksummed and encoded when a connection asks for one, on that connection's thread. `wait`
+returns only when no thread reads the offered bytes any more: frames still leaving are detached (copied).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from threading import Lock
+from typing import Protocol
+
+import xxhash
+
+from farfill.clock import Clock
+from farfill.core.cluster import FallbackReason
+from farfill.core.errors import ProtocolError, TransferError
+from farfill.core.layout import DTYPE_BYTES
+from farfill.core.ticket import Ticket
+from farfill.kv.codec import ChunkCodec, Codec
+from farfill.kv.manifest import Manifest
+from farfill.transfer.events import (
+    Accepted,
+    Acked,
+    ChunksReady,
+    ConnectionLost,
+    Control,
+    ControlSent,
+    Ended,
+    Failed,
+    Finished,
+    Heard,
+    LinkDown,
+    Nacked,
+    Offered,
+    PeerFailed,
+    Pull,
+    Resent,
+    SendChunk,
+    SendControl,
+    SenderEffect,
+    SenderEvent,
+    SendFail,
+    TransferLimits,
+)
+from farfill.transfer.grid import Chunk
+from farfill.transfer.limits import fallback_reason
+from farfill.transfer.machine import SenderMachine
+from farfill.transfer.observer import TransferObserver
+from farfill.transfer.protocol import TransferStats
+from farfill.transport.protocol import OutgoingFrame
+from farfill.wire.frames import (
+    FLAG_CHECKSUM,
+    NO_CHECKSUM,
+    AcceptPayload,
+    FrameHeader,
+    FrameType,
+    OpenPayload,
+    ReasonPayload,
+    decode_payload,
+    encode_frame,
+    layout_payload,
+    transfer_key,
+)
+
+
+class Link(Protocol):
+    """What a transfer needs of its link."""
+
+    def queue_control(self, transfer: PushedTransfer, control: Control | ReasonPayload) -> None: ...
+
+    def chunks_ready(self) -> None: ...
+
+    def codec_for(self, sample: memoryview, item_bytes: int, codec: ChunkCodec) -> Codec:
+        """The codec a transfer shall use; `sample` are bytes of it to measure with, if need be."""
+        ...
+
+    def sent(self, wire_bytes: int, codec: Codec) -> None: ...
+
+    def settled(self, wire_bytes: int, *, arrived: bool) -> None:
+        """Bytes reported by `sent` were acknowledged, or will never be."""
+        ...
+
+    def ended(self, transfer: PushedTransfer) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendOptions:
+    """`chunk_bytes` is what OPEN proposes; `checksum`: XXH3-128 over each chunk's raw bytes."""
+
+    limits: TransferLimits
+    chunk_bytes: int
+    checksum: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """A chunk to send and the offered bytes it is."""
+
+    chunk: Chunk
+    raw: memoryview
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoded:
+    """The frame of a chunk, with the codec really used."""
+
+    frame: OutgoingFrame
+    wire_bytes: int
+    codec: Codec
+
+
+class PushedTransfer:
+    """Implements `OutgoingTransfer`. `connection` arguments are the link's numbers of connections."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        token: str,
+        manifest: Manifest,
+        options: SendOptions,
+        *,
+        link: Link,
+        clock: Clock,
+        observer: TransferObserver,
+    ) -> None:
+        self.key = transfer_key(ticket.transfer_id)
+        self.ticket = ticket
+        self._token = token
+        self._manifest = manifest
+        self._link = link
+        self._clock = clock
+        self._observer = observer
+        self._options = options
+        self._lock = Lock()
+        self._began_s = clock.now_s()
+        self._machine = SenderMachine(manifest, options.limits, self._began_s)
+        self._bytes: dict[int, memoryview] = {}
+        self._codec: Codec | None = None
+        self._readers = 0
+        self._detached = False
+        self._leaving: dict[OutgoingFrame, int] = {}
+        self._unsettled: dict[int, int] = {}
+        self._generation: str | None = None
+        self._outcome: Future[Ended] = Future()
+        self._first_byte_s = self._finish_called_s = self._ended_s = self._began_s
+        self._raw_bytes = self._wire_bytes = self._chunks = self._resent = 0
+        self._codecs: Counter[str] = Counter()
+        self._carriers: set[int] = set()
+
+    # What the worker calls
+
+    def offer(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
+        """See `OutgoingTransfer`."""
+        with self._lock:
+            if self._machine.ended is not None:
+                return
+            for index, data in pieces:
+                view = data.cast("B") if data.ndim != 1 or data.itemsize != 1 else data
+                expected = self._manifest.pieces[index].nbytes if index < len(self._manifest.pieces) else -1
+                if len(view) != expected:
+                    event: SenderEvent = Failed(
+                        FallbackReason.PROTOCOL, f"piece {index} has {len(view)} bytes, the manifest says {expected}"
+                    )
+                    break
+                self._bytes.setdefault(index, view)
+            else:
+                event = Offered(tuple(index for index, _ in pieces))
+        self.handle(event)
+
+    def keepalive(self) -> None:
+        """See `OutgoingTransfer`."""
+        self.handle(Heard())
+
+    def finish(self) -> None:
+        """See `OutgoingTransfer`."""
+        self._finish_called_s = self._clock.now_s()
+        self.handle(Finished())
+
+    def fail(self, reason: FallbackReason, detail: str) -> None:
+        """See `OutgoingTransfer`. Raises ValueError for NONE, which is no failure."""
+        if reason is FallbackReason.NONE:
+            raise ValueError("a failure needs a reason")
+        self.handle(Failed(reason, detail))
+
+    async def wait(self) -> TransferStats:
+        """See `OutgoingTransfer`. The error's reason is a `FallbackReason` value."""
+        ended = await asyncio.shield(asyncio.wrap_future(self._outcome))
+        if ended.reason is not FallbackReason.NONE:
+            raise TransferError(ended.detail or str(ended.reason), reason=str(ended.reason))
+        return self.stats()
+
+    def stats(self) -> TransferStats:
+        """The account so far."""
+        return TransferStats(
+            raw_bytes=self._raw_bytes,
+            wire_bytes=self._wire_bytes,
+            chunks=self._chunks,
+            resent_chunks=self._resent,
+            codec=self._codecs.most_common(1)[0][0] if self._codecs else Codec.NONE.name.lower(),
+            connections=len(self._carriers),
+            first_byte_s=self._first_byte_s - self._began_s,
+            total_s=self._ended_s - self._began_s,
+            after_prefill_s=max(0.0, self._ended_s - self._finish_called_s),
+        )
+
+    # What the link calls
+
+    def begin(self) -> None:
+        """Ask for the OPEN to be sent."""
+        self._apply(self._machine.begin())
+
+    @property
+    def has_chunks(self) -> bool:
+        """Whether `pull` may yield one."""
+        return self._machine.has_chunks
+
+    def control_frame(self, control: Control | ReasonPayload, connection: int) -> OutgoingFrame | None:
+        """The frame of a queued control, about to leave on `connection`; None when it no longer matters."""
+        if isinstance(control, ReasonPayload):
+            return OutgoingFrame(encode_frame(FrameHeader(FrameType.FAIL, self.key), control))
+        if self._machine.ended is not None:
+            return None
+        self.handle(ControlSent(control, connection))
+        if control is not Control.OPEN:
+            return OutgoingFrame(encode_frame(FrameHeader(FrameType[control.name], self.key)))
+        layout = self._manifest.layout
+        payload = OpenPayload(
+            self._token,
+            self._manifest.digest,
+            self._manifest.num_tokens,
+            layout.version,
+            layout.prefill_chunk_tokens,
+            self._options.chunk_bytes,
+            layout_payload(layout),
+        )
+        return OutgoingFrame(encode_frame(FrameHeader(FrameType.OPEN, self.key), payload))
+
+    def pull(self, connection: int, codec: ChunkCodec) -> OutgoingFrame | None:
+        """The next chunk as a frame for `connection`, or None."""
+        order = self._take(connection)
+        if order is None:
+            return None
+        encoded: _Encoded | None = None
+        try:
+            encoded = self._encode(order, codec)
+        finally:
+            with self._lock:
+                self._readers -= 1
+                if self._machine.ended is not None:
+                    encoded = None
+                if encoded is not None:
+                    self._leaving[encoded.frame] = connection
+                    self._account(order, encoded, connection)
+            self._resolve()
+        if encoded is None:
+            return None
+        self._observer.chunk_sent(order.chunk.nbytes, encoded.wire_bytes, encoded.codec.name.lower())
+        return encoded.frame
+
+    def frame_sent(self, frame: OutgoingFrame) -> None:
+        """The kernel has it: the offered bytes are no longer read."""
+        with self._lock:
+            self._leaving.pop(frame, None)
+
+    def connection_lost(self, connection: int) -> None:
+        """Its unacknowledged chunks go out again elsewhere."""
+        with self._lock:
+            for frame in [f for f, carrier in self._leaving.items() if carrier == connection]:
+                del self._leaving[frame]
+        self.handle(ConnectionLost(connection))
+
+    def accepted(self, payload: AcceptPayload, generation: str) -> None:
+        """ACCEPT arrived from that run of the peer."""
+        self._generation = generation
+        self.handle(Accepted(payload.chunk_bytes, payload.held))
+
+    def peer_is(self, generation: str) -> None:
+        """A connection now stands to that run of the peer."""
+        if self._generation not in (None, generation):
+            self.handle(PeerFailed(FallbackReason.LINK_LOST, "the decode worker was restarted"))
+
+    def chunk_answered(self, header: FrameHeader, payload: memoryview) -> None:
+        """ACK or NACK. Raises ProtocolError when it names no chunk."""
+        grid = self._machine.grid
+        if grid is None:
+            raise ProtocolError(f"{header.type.name} before ACCEPT", reason="bad_frame")
+        chunk = grid.find(header.piece, header.offset).index
+        with self._lock:
+            wire_bytes = self._unsettled.pop(chunk, 0)
+        self._link.settled(wire_bytes, arrived=True)
+        if header.type is FrameType.ACK:
+            self.handle(Acked(chunk))
+        else:
+            self.handle(Nacked(chunk, header.attempt, decode_payload(ReasonPayload, payload).reason))
+
+    def peer_failed(self, payload: ReasonPayload) -> None:
+        """FAIL or REFUSE arrived."""
+        detail = payload.detail if payload.reason == str(fallback_reason(payload.reason)) else ""
+        self.handle(PeerFailed(fallback_reason(payload.reason), detail or f"{payload.reason}: {payload.detail}"))
+
+    def link_down(self, detail: str) -> None:
+        """No connection stands, and trying failed."""
+        self.handle(LinkDown(detail))
+
+    def handle(self, event: SenderEvent) -> None:
+        """Feed the machine and do what it asks."""
+        with self._lock:
+            effects = self._machine.handle(event, self._clock.now_s())
+        self._apply(effects)
+
+    def _apply(self, effects: Sequence[SenderEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendControl(control):
+                    self._link.queue_control(self, control)
+                case SendFail(reason, detail):
+                    self._link.queue_control(self, ReasonPayload(str(reason), detail[:2048]))
+                case ChunksReady():
+                    self._link.chunks_ready()
+                case Resent(chunk, reason):
+                    self._settle_resent(chunk, reason)
+                case Ended():
+                    self._end()
+                case SendChunk():
+                    pass  # the pulling thread encodes it
+
+    def _settle_resent(self, chunk: int, reason: str) -> None:
+        with self._lock:
+            wire_bytes = self._unsettled.pop(chunk, 0)
+            self._resent += 1
+        self._link.settled(wire_bytes, arrived=False)
+        self._observer.resent(reason)
+
+    def _take(self, connection: int) -> _Order | None:
+        """The next chunk to read; the caller is a reader of the offered bytes from now on."""
+        with self._lock:
+            effects = self._machine.handle(Pull(connection), self._clock.now_s())
+            send = next((e for e in effects if isinstance(e, SendChunk)), None)
+            order: _Order | None = None
+            if send is not None:
+                assert self._machine.grid is not None
+                chunk = self._machine.grid.chunk(send.chunk)
+                raw = self._bytes[chunk.piece][chunk.offset : chunk.offset + chunk.nbytes].toreadonly()
+                order = _Order(chunk, raw, send.attempt)
+                self._readers += 1
+        self._apply(effects)
+        return order
+
+    def _encode(self, order: _Order, codec: ChunkCodec) -> _Encoded:
+        chunk, raw = order.chunk, order.raw
+        tensor = self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
+        item_bytes = DTYPE_BYTES[tensor.dtype]
+        if self._codec is None:
+            self._codec = self._link.codec_for(raw, item_bytes, codec)
+        used, wire = codec.encode(self._codec, raw, item_bytes)
+        header = FrameHeader(
+            FrameType.CHUNK,
+            self.key,
+            chunk.piece,
+            chunk.offset,
+            chunk.nbytes,
+            len(wire),
+            used,
+            FLAG_CHECKSUM if self._options.checksum else 0,
+            xxhash.xxh3_128_digest(raw) if self._options.checksum else NO_CHECKSUM,
+            order.attempt,
+        )
+        return _Encoded(OutgoingFrame(header.pack(), memoryview(wire)), len(wire), used)
+
+    def _account(self, order: _Order, encoded: _Encoded, connection: int) -> None:
+        chunk = order.chunk
+        if not self._chunks:
+            self._first_byte_s = self._clock.now_s()
+        if order.attempt == 0:
+            self._chunks += 1
+            self._raw_bytes += chunk.nbytes
+        self._wire_bytes += encoded.wire_bytes
+        self._codecs[encoded.codec.name.lower()] += chunk.nbytes
+        self._carriers.add(connection)
+        self._unsettled[chunk.index] = encoded.wire_bytes
+        self._link.sent(encoded.wire_bytes, encoded.codec)
+
+    def _end(self) -> None:
+        self._ended_s = self._clock.now_s()
+        self._link.ended(self)
+        with self._lock:
+            leaving = list(self._leaving)
+            unsettled, self._unsettled = sum(self._unsettled.values()), {}
+        self._link.settled(unsettled, arrived=False)
+        for frame in leaving:
+            frame.detach()
+        self._detached = True
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Let `wait` return once nothing reads the offered bytes."""
+        with self._lock:
+            ended = self._machine.ended
+            if ended is None or not self._detached or self._readers or self._outcome.done():
+                return
+            self._bytes.clear()
+            self._outcome.set_result(ended)

@@ -1,0 +1,131 @@
+"""Pushes KV from a prefill worker: one link of pooled connections per decode worker, any number of transfers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ssl
+import uuid
+
+from farfill.clock import Clock
+from farfill.config.model import KVTransferConfig
+from farfill.core.cluster import FallbackReason
+from farfill.core.errors import TransferError
+from farfill.core.ticket import Ticket
+from farfill.kv.manifest import Manifest
+from farfill.transfer.grid import propose_chunk_bytes
+from farfill.transfer.limits import limits_of
+from farfill.transfer.link import PeerLink
+from farfill.transfer.observer import SilentObserver, TransferObserver
+from farfill.transfer.outgoing import PushedTransfer, SendOptions
+from farfill.transfer.protocol import OutgoingTransfer
+from farfill.transfer.waiting import until
+from farfill.transport.protocol import Transport
+from farfill.transport.tcp import TlsTcpTransport
+from farfill.wire.control import PROTOCOL_VERSION
+from farfill.wire.frames import HelloPayload
+
+TICK_S = 0.05
+LAST_WORDS_S = 0.5
+JOIN_S = 5.0
+_MIB = 1024 * 1024
+
+
+class KVSender:
+    """Implements `TransferSender`. `transport` replaces TCP (tests, other fabrics)."""
+
+    def __init__(  # noqa: PLR0917 (a composition root calls it once)
+        self,
+        identity_name: str,
+        fingerprint: str,
+        client_ctx: ssl.SSLContext | None,
+        config: KVTransferConfig,
+        clock: Clock,
+        observer: TransferObserver | None = None,
+        *,
+        transport: Transport | None = None,
+    ) -> None:
+        self._me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
+        self._transport = transport or TlsTcpTransport(client=client_ctx)
+        self._config = config
+        self._clock = clock
+        self._observer = observer or SilentObserver()
+        self._links: dict[tuple[str, str], PeerLink] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def start(self) -> None:
+        """See `TransferSender`."""
+        self._ticker = asyncio.create_task(self._tick(), name="farfill-kv-send-tick")
+
+    async def close(self) -> None:
+        """Fail what is left, tell the peers, and end every thread. Idempotent."""
+        self._closed = True
+        links = list(self._links.values())
+        for link in links:
+            link.fail_all(FallbackReason.PREFILL_LOST, "the prefill worker is shutting down")
+        for link in links:
+            link.stop()
+        if not await until(lambda: not any(link.alive for link in links), LAST_WORDS_S):
+            for link in links:
+                link.abort()
+            await until(lambda: not any(link.alive for link in links), JOIN_S)
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+            self._ticker = None
+
+    def begin(
+        self, ticket: Ticket, token: str, address: str, manifest: Manifest, *, timeout_s: float
+    ) -> OutgoingTransfer:
+        """See `TransferSender`. Call on the event loop's thread. Raises TransferError once closed."""
+        if self._closed:
+            raise TransferError("the sender is closed", reason=str(FallbackReason.PREFILL_LOST), side="prefill")
+        link = self._link(address, ticket.decode)
+        config = self._config
+        options = SendOptions(
+            limits=limits_of(config, timeout_s),
+            chunk_bytes=propose_chunk_bytes(
+                manifest.total_bytes,
+                config.connections,
+                config.chunk_size_mb * _MIB,
+                link.estimate.rate_bytes_per_s,
+            ),
+            checksum=config.checksum,
+        )
+        transfer = PushedTransfer(
+            ticket, token, manifest, options, link=link, clock=self._clock, observer=self._observer
+        )
+        link.add(transfer)
+        return transfer
+
+    def active_transfers(self) -> int:
+        """Transfers not ended; 0 when idle."""
+        return sum(link.active for link in self._links.values())
+
+    def link_rates(self) -> dict[str, float | None]:
+        """Measured goodput per decode worker, in wire bytes per second; None: not measured yet."""
+        return {link.peer_name: link.estimate.rate_bytes_per_s for link in self._links.values()}
+
+    def _link(self, address: str, peer_name: str) -> PeerLink:
+        key = (address, peer_name)
+        if key not in self._links:
+            link = PeerLink(
+                address,
+                peer_name,
+                self._me,
+                self._transport,
+                config=self._config,
+                clock=self._clock,
+                observer=self._observer,
+            )
+            self._links[key] = link
+            link.start()
+        return self._links[key]
+
+    async def _tick(self) -> None:
+        while True:
+            for link in list(self._links.values()):
+                link.tick()
+            await asyncio.sleep(TICK_S)

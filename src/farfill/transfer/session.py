@@ -1,0 +1,93 @@
+"""What both ends of a data connection do alike: say who they are, stay alive, answer, and part with a reason."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from farfill.core.errors import FarfillError, ProtocolError
+from farfill.transfer.limits import Liveness
+from farfill.transport.errors import TransportTimeoutError
+from farfill.transport.protocol import OutgoingFrame
+from farfill.transport.waker import Waker
+from farfill.wire.frames import FrameHeader, FrameType, HelloPayload, Payload, ReasonPayload, encode_frame
+
+_MICROSECONDS = 1_000_000
+# A peer that makes us answer without reading the answers is no peer.
+MAX_QUEUED_CONTROL = 65_536
+
+
+class PeerSession:
+    """Handshake, PING and PONG, and the queue of control frames. `send` and `finish` may be called on any thread."""
+
+    def __init__(self, me: HelloPayload, peer_name: str, waker: Waker, liveness: Liveness, now_s: float) -> None:
+        self.peer_name = peer_name
+        self.peer_generation = ""
+        self.welcomed = False
+        self.finishing = False
+        self.me = me
+        self._waker = waker
+        self._liveness = liveness
+        self._control: deque[bytes] = deque()
+        self._opened_s = now_s
+        self._heard_s = now_s
+        self._sent_s = now_s
+
+    def send(self, header: FrameHeader, payload: Payload | None = None) -> None:
+        """Queue a control frame before anything else this connection sends."""
+        self._control.append(encode_frame(header, payload))
+        self._waker.wake()
+
+    def wake(self) -> None:
+        """There may be something to send."""
+        self._waker.wake()
+
+    def finish(self) -> None:
+        """End the connection once the control frames are sent."""
+        self.finishing = True
+        self._waker.wake()
+
+    def refuse(self, reason: str, detail: str) -> None:
+        """Tell the peer why, then end the connection."""
+        self.send(FrameHeader(FrameType.REFUSE), ReasonPayload(reason[:256], detail[:2048]))
+        self.finish()
+
+    def violated(self, error: FarfillError) -> None:
+        """See `transport.protocol.Session`."""
+        self.refuse(error.reason, str(error))
+
+    def heard(self, now_s: float) -> None:
+        """Bytes came from the peer."""
+        self._heard_s = now_s
+
+    def next_control(self) -> OutgoingFrame | None:
+        """The next queued control frame."""
+        return OutgoingFrame(self._control.popleft()) if self._control else None
+
+    def frame_sent(self, frame: OutgoingFrame, now_s: float) -> None:
+        """See `transport.protocol.Session`."""
+        self._sent_s = now_s
+
+    def answered(self, header: FrameHeader, now_s: float) -> float | None:
+        """Handle PING and PONG: the round trip in seconds for a PONG. ProtocolError for any other frame."""
+        if header.type is FrameType.PING:
+            if len(self._control) > MAX_QUEUED_CONTROL:
+                raise ProtocolError("the peer does not read our answers", reason="flooded")
+            self.send(FrameHeader(FrameType.PONG, offset=header.offset))
+            return None
+        if header.type is FrameType.PONG:
+            return max(0.0, now_s - header.offset / _MICROSECONDS)
+        raise ProtocolError(f"{header.type.name} does not belong here", reason="bad_frame")
+
+    def tick(self, now_s: float) -> float:
+        """Deadlines of the connection itself. Raises TransportTimeoutError when the peer is silent."""
+        if not self.welcomed:
+            left_s = self._opened_s + self._liveness.handshake_s - now_s
+            if left_s <= 0 and not self.finishing:
+                raise TransportTimeoutError("no HELLO in time", reason="handshake_timeout")
+            return left_s
+        if now_s - self._heard_s >= self._liveness.dead_s:
+            raise TransportTimeoutError(f"nothing heard for {now_s - self._heard_s:.1f} s")
+        if now_s - self._sent_s >= self._liveness.ping_s:
+            self._sent_s = now_s
+            self.send(FrameHeader(FrameType.PING, offset=max(0, int(now_s * _MICROSECONDS))))
+        return self._liveness.ping_s - (now_s - self._sent_s)
