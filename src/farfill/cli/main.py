@@ -12,8 +12,10 @@ import typer
 from farfill.cli import config, model, pki
 from farfill.cli.decode import decode
 from farfill.cli.gateway import gateway
+from farfill.cli.parity import parity
 from farfill.cli.prefill import prefill
 from farfill.cli.registry import registry
+from farfill.cli.up import up
 from farfill.cli.version import version
 from farfill.core.errors import ConfigError, FarfillError
 
@@ -30,6 +32,8 @@ app.command()(prefill)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.add_typer(pki.app, name="pki")
+app.command()(parity)
+app.command()(up)
 app.command()(version)
 
 

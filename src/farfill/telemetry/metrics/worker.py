@@ -1,4 +1,4 @@
-"""Metrics of a prefill, decode or mixed worker."""
+"""Metrics of a prefill, decode or mixed worker. Implements `farfill.transfer.observer.TransferObserver` by shape."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Protocol
 from farfill.core.cluster import FallbackReason
 from farfill.telemetry.metrics.families import TRANSFER_BUCKETS_S, TTFT_BUCKETS_S, MetricSet
 
+CODECS = ("none", "lz4", "zstd")
 FALLBACKS = tuple(str(reason) for reason in FallbackReason if reason is not FallbackReason.NONE)
 
 
@@ -34,6 +35,7 @@ class WorkerMetrics:
         self._declare_load(metrics)
         self._declare_work(metrics)
         self._declare_transfers(metrics)
+        self._declare_wire(metrics)
 
     def _declare_load(self, metrics: MetricSet) -> None:
         self._queue_tokens = metrics.gauge("farfill_queue_tokens", "Prompt tokens waiting to be prefilled.")()
@@ -74,8 +76,33 @@ class WorkerMetrics:
         self._transfer_seconds = metrics.histogram(
             "farfill_transfer_seconds", "Whole KV transfers, hidden parts included.", TRANSFER_BUCKETS_S
         )()
-        self._raw_bytes = metrics.counter("farfill_transfer_raw_bytes", "KV bytes before compression.")()
-        self._wire_bytes = metrics.counter("farfill_transfer_wire_bytes", "KV bytes as sent.")()
+        self._raw_bytes = metrics.counter(
+            "farfill_transfer_raw_bytes", "KV bytes of ended transfers before compression."
+        )()
+        self._wire_bytes = metrics.counter("farfill_transfer_wire_bytes", "KV bytes of ended transfers as sent.")()
+
+    def _declare_wire(self, metrics: MetricSet) -> None:
+        directions = ("sent", "received")
+        self._chunks = metrics.counter(
+            "farfill_chunks", "Chunks on the wire, repeated ones included.", direction=directions, codec=CODECS
+        )
+        self._chunk_raw = metrics.counter(
+            "farfill_chunk_raw_bytes", "Their bytes before compression.", direction=directions, codec=CODECS
+        )
+        self._chunk_wire = metrics.counter(
+            "farfill_chunk_wire_bytes", "Their bytes on the wire.", direction=directions, codec=CODECS
+        )
+        self._resent = metrics.counter(
+            "farfill_chunks_resent", "Chunks that had to travel again.", reason=("checksum",)
+        )
+        self._dropped = metrics.counter("farfill_chunks_dropped", "Chunks that nobody needed any more.", reason=())
+        self._refused = metrics.counter(
+            "farfill_transfers_refused", "Connections and transfers refused, by either side.", reason=()
+        )
+        # `peer` is a worker's name in the cluster file: as many values as there are workers.
+        self._connections = metrics.gauge("farfill_connections", "KV connections to another worker.", peer=())
+        self._link_rate = metrics.gauge("farfill_link_bytes_per_second", "Estimated rate of a link.", peer=())
+        self._link_rtt = metrics.gauge("farfill_link_rtt_seconds", "Estimated round trip of a link.", peer=())
 
     def set_capacity(self, kv_total_bytes: int) -> None:
         """KV memory this worker may use."""
@@ -113,6 +140,42 @@ class WorkerMetrics:
     def fallback(self, reason: str) -> None:
         """A prompt placed far is prefilled here."""
         self._fallbacks(reason=reason).inc()
+
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+        """A chunk left."""
+        self._count_chunk("sent", raw_bytes, wire_bytes, codec)
+
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+        """A chunk arrived."""
+        self._count_chunk("received", raw_bytes, wire_bytes, codec)
+
+    def resent(self, reason: str) -> None:
+        """A chunk must travel again."""
+        self._resent(reason=reason).inc()
+
+    def dropped(self, reason: str) -> None:
+        """A chunk arrived that nobody needs (any more)."""
+        self._dropped(reason=reason).inc()
+
+    def refused(self, reason: str) -> None:
+        """A connection or a transfer was refused."""
+        self._refused(reason=reason).inc()
+
+    def connections(self, peer: str, count: int) -> None:
+        """So many connections to `peer` stand now."""
+        self._connections(peer=peer).set(count)
+
+    def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:
+        """The estimates of the link to `peer` changed; None: not known."""
+        if rate_bytes_per_s is not None:
+            self._link_rate(peer=peer).set(rate_bytes_per_s)
+        if rtt_s is not None:
+            self._link_rtt(peer=peer).set(rtt_s)
+
+    def _count_chunk(self, direction: str, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+        self._chunks(direction=direction, codec=codec).inc()
+        self._chunk_raw(direction=direction, codec=codec).inc(raw_bytes)
+        self._chunk_wire(direction=direction, codec=codec).inc(wire_bytes)
 
     def registry_answered(self, outcome: str) -> None:
         """A call to the registry ended: "ok" or a stable reason."""

@@ -1,0 +1,77 @@
+"""A role as a child process: own process group, output in a file, gone when its parent is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from farfill.config.paths import child_environment
+
+_PR_SET_PDEATHSIG = 1
+_TAIL_LINES = 15
+
+
+class Child:
+    """One running `farfill` command."""
+
+    def __init__(self, name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> None:
+        self.name = name
+        self.log_file = log_file
+        with log_file.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "farfill.cli.main", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=child_environment(environment),
+                start_new_session=True,
+                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - forked before any thread is started
+            )
+
+    @property
+    def pid(self) -> int:
+        """Also the id of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.poll()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send `number` to the whole process group."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether it ended within `timeout_s`."""
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def tail(self) -> list[str]:
+        """The last lines it wrote."""
+        return self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+def _die_with_parent() -> Callable[[], None] | None:
+    """What the child runs before its command so that the kernel ends it with us; only Linux can."""
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    parent = os.getpid()
+
+    def arrange() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # it died in between
+            os._exit(1)
+
+    return arrange
