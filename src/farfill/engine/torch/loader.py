@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +34,36 @@ _NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype"
 _MIB = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that passed its check, ready for an engine. `info.kv_total_bytes` is the engine's to set."""
+
+    info: EngineInfo
+    executor: TorchExecutor
+    vocabulary: Vocabulary
+
+
 def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path) -> LocalEngine:
     """See `farfill.engine.torch.load_engine`."""
-    folder = _model_folder(base_dir / model.path)
     if engine.prefix_cache_mb >= engine.kv_cache_mb:
         raise ConfigError(
             f"engine.prefix_cache_mb ({engine.prefix_cache_mb}) must be less than engine.kv_cache_mb "
             f"({engine.kv_cache_mb}), which it is a part of"
         )
     set_threads(engine.threads)
+    loaded = load_model(base_dir / model.path, model, prefill.chunked_prefill_tokens, engine.device)
+    prefix_bytes = engine.prefix_cache_mb * _MIB
+    info = replace(loaded.info, kv_total_bytes=engine.kv_cache_mb * _MIB - prefix_bytes)
+    limits = EngineLimits(max_batch=engine.max_batch, max_queue=engine.max_queue, prefix_cache_bytes=prefix_bytes)
+    return LocalEngine(info, loaded.executor, loaded.vocabulary, limits)
+
+
+def load_model(folder: Path, model: ModelConfig, prefill_chunk_tokens: int, device: str = "cpu") -> LoadedModel:
+    """Weights, layout and tokenizer of `folder`, checked against a plain forward pass."""
+    _require_files(folder)
     attention.register()
-    net = _load_weights(folder, model.dtype, engine.device)
-    layout = derive_layout(net, prefill.chunked_prefill_tokens)
+    net = _load_weights(folder, model.dtype, device)
+    layout = derive_layout(net, prefill_chunk_tokens)
     executor = TorchExecutor(net, KVSpec(layout, net.device))
     config = net.config.get_text_config()
     check_model(net, executor, config)
@@ -55,16 +74,10 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
         layout=layout,
         max_context_tokens=config.max_position_embeddings,
         vocab_size=net.get_output_embeddings().weight.shape[0],
-        kv_total_bytes=(engine.kv_cache_mb - engine.prefix_cache_mb) * _MIB,
-    )
-    limits = EngineLimits(
-        max_batch=engine.max_batch,
-        max_queue=engine.max_queue,
-        prefix_cache_bytes=engine.prefix_cache_mb * _MIB,
+        kv_total_bytes=0,
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    vocabulary = Vocabulary.of(tokenizer, _eos_ids(net), info.vocab_size)
-    return LocalEngine(info, executor, vocabulary, limits)
+    return LoadedModel(info, executor, Vocabulary.of(tokenizer, _eos_ids(net), info.vocab_size))
 
 
 def fingerprint(folder: Path, layout: KVLayout, dtype: str) -> str:
@@ -82,7 +95,7 @@ def fingerprint(folder: Path, layout: KVLayout, dtype: str) -> str:
     return digest.hexdigest(length=16)
 
 
-def _model_folder(folder: Path) -> Path:
+def _require_files(folder: Path) -> None:
     missing = [name for name in _REQUIRED if not (folder / name).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
         missing = missing or ["*.safetensors"]
