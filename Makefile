@@ -1,0 +1,58 @@
+# Two commands to know: `make up` (a two-site cluster on this machine) and `make test`.
+# Options of `farfill up` and pytest go into ARGS: make up ARGS="--once", make test ARGS="-k registry".
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help up test check bench clean
+
+help:
+	@echo "make up      start a two-site cluster here and try it (ARGS=\"--once\" stops afterwards)"
+	@echo "make test    run all tests"
+	@echo "make check   ruff, pyright, import-linter"
+	@echo "make bench   run every benchmark"
+	@echo "make clean   remove $(VENV) and caches"
+
+up: $(VENV)/.installed
+	@$(BIN)/farfill up $(ARGS)
+
+# System tests serve the real model.
+test: $(VENV)/.installed-dev
+	$(BIN)/farfill model fetch smollm2
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	$(BIN)/lint-imports --no-logo
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/farfill model fetch smollm2
+	@failed=; for script in benchmarks/[!_]*.py; do \
+	  echo "== $$script"; $(BIN)/python $$script || failed="$$failed $$script"; \
+	done; \
+	if [ -n "$$failed" ]; then echo "fell short or failed:$$failed"; exit 1; fi
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Farfill needs Python 3.11 or newer; $(PYTHON) is `$(PYTHON) --version 2>&1`. Say PYTHON=/path/to/python3."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Farfill into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[torch]' openai
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing Farfill and its development tools into $(VENV) (a few minutes the first time)"
+	$(INSTALL) -e '.[dev]'
+	@touch $@ $(VENV)/.installed
