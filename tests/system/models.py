@@ -1,4 +1,4 @@
-"""Tiny seeded models, written once a session: real architectures that prefill thousands of tokens in well under a second."""
+"""Tiny seeded models, written once a session: real architectures, thousands of tokens in a second."""
 
 from __future__ import annotations
 

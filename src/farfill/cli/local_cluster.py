@@ -11,7 +11,8 @@ import shutil
 import signal
 import tempfile
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -40,7 +41,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPlan:
-    """What to start. `port` is the gateway's; all others are free ones."""
+    """What to start. `port` is the gateway's; all others are free ones. `overrides` is laid over the cluster file."""
 
     model_name: str
     model_dir: Path
@@ -50,6 +51,7 @@ class LocalPlan:
     timeout_ms: int = 15_000
     dtype: str = "float32"
     kv_cache_mb: int = 1024
+    overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class ChildDiedError(FarfillError):
@@ -146,7 +148,7 @@ class LocalCluster:
 def cluster_values(plan: LocalPlan) -> dict[str, Any]:
     """The cluster file of `plan`, as plain values."""
     registry, decode, transfer, prefill = (f"{HOST}:{port}" for port in free_ports(4))
-    return {
+    values = {
         "version": 1,
         "cluster": "up",
         "model": {"name": plan.model_name, "path": str(plan.model_dir), "dtype": plan.dtype},
@@ -171,3 +173,13 @@ def cluster_values(plan: LocalPlan) -> dict[str, Any]:
         "tickets": {"signing_key": "file:pki/ticket.key", "public_key": "file:pki/ticket.pub"},
         "logging": {"format": "text"},
     }
+    return merged(values, plan.overrides)
+
+
+def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `changes` laid over them, section by section."""
+    result = dict(values)
+    for key, change in changes.items():
+        old = result.get(key)
+        result[key] = merged(old, change) if isinstance(old, dict) and isinstance(change, Mapping) else change
+    return result

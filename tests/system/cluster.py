@@ -1,0 +1,164 @@
+"""A cluster of real processes for system tests: starts, breaks and restarts its members, and reads what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from farfill.cli.child import Child
+from farfill.cli.local_cluster import DECODE, PREFILL, LocalPlan, cluster_values, merged
+from farfill.cli.local_ports import HOST, free_ports
+from farfill.cli.pki import create_pki, members_of
+from farfill.config.load import LoadedConfig, load_config
+from farfill.verify.client import GatewayClient, gateway_client
+from farfill.verify.scrape import Scraper, scraper
+
+START_DEADLINE_S = 120.0
+STOP_DEADLINE_S = 20.0
+_MEMBERS = {"registry": "registry", "gateway": "gateway", DECODE: "decode", PREFILL: "prefill"}
+_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+# One thread a worker: each site has a core of its own, as on two machines. The breaker has tests of its own;
+# here far prefill is broken on purpose. A dead worker leaves the registry soon.
+_DEFAULTS: dict[str, Any] = {
+    "engine": {"threads": 1},
+    "registry": {"lease_s": 2.0},
+    "routing": {"circuit_breaker": {"min_requests": 1_000_000}},
+    "kv_transfer": {"compression": "none"},
+    "logging": {"format": "json"},
+}
+
+
+class Cluster:
+    """Owns its processes: whatever was started here is stopped here.
+
+    With `relayed`, prefill workers are told to push KV to `kv_relay_port`, where the test puts a relay to `kv_address`.
+    """
+
+    def __init__(self, plan: LocalPlan, folder: Path, *, relayed: bool = False) -> None:
+        self.folder = folder
+        self.values = cluster_values(plan)
+        decode = self.values["workers"][DECODE]
+        self.kv_address: str = decode["transfer_listen"]
+        (self.kv_relay_port,) = free_ports(1)
+        if relayed:
+            decode["transfer_advertise"] = f"{HOST}:{self.kv_relay_port}"
+        self.config_path = self.write_config("cluster.yaml", {})
+        self.loaded: LoadedConfig = load_config(self.config_path)
+        create_pki(folder / "pki", members_of(self.loaded.config), days=1)
+        self._children: dict[str, Child] = {}
+        self._logs: dict[str, list[Path]] = {}
+
+    @property
+    def url(self) -> str:
+        """Where the gateway answers."""
+        return f"http://{self.loaded.config.gateway.listen}"
+
+    def write_config(self, name: str, changes: Mapping[str, Any]) -> Path:
+        """The cluster file with `changes`, beside the others."""
+        path = self.folder / name
+        path.write_text(yaml.safe_dump(merged(self.values, changes), sort_keys=False))
+        return path
+
+    def start(self) -> None:
+        """Start everything and wait until the gateway knows all workers."""
+        for name in _MEMBERS:
+            self.spawn(name)
+        self.wait_known({DECODE, PREFILL})
+
+    def spawn(self, name: str, *, config: Path | None = None, role: str | None = None) -> None:
+        """Start one member. `role` names the command where `name` is not a member's."""
+        command = [role or _MEMBERS[name], "--config", str(config or self.config_path)]
+        if name in (DECODE, PREFILL):
+            command += ["--name", name]
+        logs = self._logs.setdefault(name, [])
+        logs.append(self.folder / f"{name}.{len(logs)}.log")
+        self._children[name] = Child(name, command, logs[-1], _ENVIRONMENT)
+
+    def pid(self, name: str) -> int:
+        return self._children[name].pid
+
+    def kill(self, name: str) -> None:
+        """SIGKILL, as a machine that loses power."""
+        child = self._children.pop(name)
+        child.signal(signal.SIGKILL)
+        assert child.wait(STOP_DEADLINE_S)
+
+    def stop(self, name: str) -> int | None:
+        """SIGTERM, and the exit status (that of SIGKILL when it did not stop in time)."""
+        child = self._children.pop(name)
+        child.signal(signal.SIGTERM)
+        if not child.wait(STOP_DEADLINE_S):
+            child.signal(signal.SIGKILL)
+            child.wait(STOP_DEADLINE_S)
+        return child.exit_code
+
+    def stop_all(self) -> dict[str, int | None]:
+        """Exit status of every process still running."""
+        return {name: self.stop(name) for name in reversed(list(self._children))}
+
+    def wait_known(self, names: set[str], *, url: str | None = None) -> None:
+        """Wait until the gateway knows exactly these workers as ready."""
+        end_s = time.monotonic() + START_DEADLINE_S
+        while (known := _ready_workers(url or self.url)) != names:
+            for name, child in self._children.items():
+                if child.exit_code is not None:
+                    raise AssertionError(f"{name} exited with {child.exit_code}:\n{self.log_tail(name)}")
+            if time.monotonic() > end_s:
+                raise AssertionError(f"the gateway knows {known}, not {names}\n{self.log_tail('gateway')}")
+            time.sleep(0.1)
+
+    def events(self, name: str, event: str) -> list[dict[str, Any]]:
+        """Log lines of one kind a member wrote, over all its lives."""
+        lines = [line for path in self._logs[name] for line in path.read_text("utf-8", "replace").splitlines()]
+        parsed = [json.loads(line) for line in lines if line.startswith("{")]
+        return [line for line in parsed if line.get("event") == event]
+
+    def log_tail(self, name: str) -> str:
+        """The last lines a member wrote."""
+        return "\n".join(self._logs[name][-1].read_text("utf-8", "replace").splitlines()[-30:])
+
+    def client(self, *, url: str | None = None) -> contextlib.AbstractAsyncContextManager[GatewayClient]:
+        return gateway_client(url or self.url, timeout_s=180.0)
+
+    @contextlib.asynccontextmanager
+    async def tools(self) -> AsyncIterator[tuple[GatewayClient, Scraper]]:
+        """The gateway's client and a scraper of all members."""
+        async with self.client() as client, scraper(self.loaded) as scraping:
+            yield client, scraping
+
+
+def local_plan(model_dir: Path, name: str, **changes: Any) -> LocalPlan:
+    """A plan with a free port, small prefill chunks and a low threshold; `overrides` come on top of the tests' own."""
+    values: dict[str, Any] = {"threshold_tokens": 256, "chunk_tokens": 64, "timeout_ms": 4_000, "kv_cache_mb": 768}
+    values["overrides"] = merged(_DEFAULTS, changes.pop("overrides", {}))
+    return LocalPlan(model_name=name, model_dir=model_dir, port=free_ports(1)[0], **{**values, **changes})
+
+
+@contextlib.contextmanager
+def running(plan: LocalPlan, folder: Path, *, relayed: bool = False) -> Iterator[Cluster]:
+    """A started cluster; everything is stopped at the end, and must have stopped when told to."""
+    cluster = Cluster(plan, folder, relayed=relayed)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        statuses = cluster.stop_all()
+    assert set(statuses.values()) <= {0}, f"exit statuses {statuses}"
+
+
+def _ready_workers(url: str) -> set[str]:
+    try:
+        with urllib.request.urlopen(f"{url}/v1/farfill/instances", timeout=5) as answer:
+            instances = json.load(answer)["instances"]
+    except (OSError, urllib.error.URLError):
+        return set()
+    return {entry["name"] for entry in instances if entry["state"] == "ready"}
