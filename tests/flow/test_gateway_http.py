@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gateway_harness import Harness, running_gateway
 
 from farfill.core.cluster import InstanceState
 from farfill.wire.control import ErrorBody
+from support.gateway_harness import Harness, running_gateway
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

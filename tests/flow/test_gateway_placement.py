@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.gateway_harness import Harness, running_gateway
-from support.stub_worker import StubWorker
 
 from farfill.core.cluster import InstanceState, Role
 from farfill.wire.control import ErrorBody
+from support.gateway_harness import Harness, running_gateway
+from support.stub_worker import StubWorker
 
 COMPLETIONS = "/v1/completions"
 LONG = "x" * 100

@@ -12,8 +12,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from openai import AsyncOpenAI
-from support.stub_worker import StubWorker, Transfers, sign_stub_ticket
-from support.tiny_tokenizer import write_model_folder
 
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import Instance, Role
@@ -21,6 +19,8 @@ from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.observe import RequestSummary, SilentObserver
 from farfill.gateway.service import GatewayDeps, GatewayService
 from farfill.gateway.tokenizer import load_tokenizer
+from support.stub_worker import StubWorker, Transfers, sign_stub_ticket
+from support.tiny_tokenizer import write_model_folder
 
 
 class RecordingObserver(SilentObserver):

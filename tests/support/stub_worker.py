@@ -116,6 +116,10 @@ class StubWorker:
             await self._runner.cleanup()
             self._runner = None
 
+    def listen_at(self, url: str) -> None:
+        """Stand for a stub that listens at `url` in another process."""
+        self._port = int(url.rpartition(":")[2])
+
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self._port}"
