@@ -11,6 +11,16 @@ from farfill.transfer.events import TransferLimits
 HANDSHAKE_S = 5.0
 MAX_GRACE_S = 1.0
 
+_FALLBACKS = frozenset(FallbackReason)
+_KNOWN_REASONS = frozenset(
+    {
+        *("bad_frame", "bad_chunk", "bad_chunk_size", "oversize", "flooded", "checksum_missing"),
+        *("protocol_version", "wrong_name", "layout_mismatch", "manifest_mismatch", "identity_refused"),
+        *("ticket_malformed", "ticket_forged", "ticket_expired", "ticket_not_yet_valid", "ticket_replayed"),
+        *("ticket_wrong_peer", "ticket_wrong_fingerprint", "ticket_wrong_transfer"),
+        *("not_expected", "too_many_parked", "unknown_transfer", "connection_lost"),
+    }
+)
 _FALLBACK_BY_REASON = {
     "fingerprint_mismatch": FallbackReason.FINGERPRINT_MISMATCH,
     "layout_mismatch": FallbackReason.FINGERPRINT_MISMATCH,
@@ -44,6 +54,11 @@ def limits_of(config: KVTransferConfig, timeout_s: float) -> TransferLimits:
         retry=config.retry,
         keepalive_s=timeout_s / 8,
     )
+
+
+def known_reason(reason: str) -> str:
+    """A reason from the wire as a metric label: itself if Farfill uses it, else "other"."""
+    return reason if reason in _KNOWN_REASONS or reason in _FALLBACKS else "other"
 
 
 def fallback_reason(reason: str) -> FallbackReason:

@@ -22,7 +22,7 @@ from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolErr
 from farfill.kv.codec import ChunkCodec, Codec, CodecSample, choose_codec
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.events import Control, LinkUp, PeerCompleted, Tick
-from farfill.transfer.limits import liveness_of
+from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.outgoing import PushedTransfer
 from farfill.transfer.session import PeerSession
@@ -245,7 +245,7 @@ class PeerLink:
 
     def refused(self, reason: str, detail: str) -> None:
         """The peer will never serve this side as it is: what waits is over."""
-        self.observer.refused(reason)
+        self.observer.refused(known_reason(reason))
         _log.warning(
             "transfer_connection_refused", peer=self.peer_name, address=self.address, reason=reason, detail=detail
         )

@@ -48,7 +48,7 @@ from farfill.transfer.events import (
     TransferLimits,
 )
 from farfill.transfer.grid import Chunk
-from farfill.transfer.limits import fallback_reason
+from farfill.transfer.limits import fallback_reason, known_reason
 from farfill.transfer.machine import SenderMachine
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import TransferStats
@@ -297,7 +297,7 @@ class PushedTransfer:
         if header.type is FrameType.ACK:
             self.handle(Acked(chunk))
         else:
-            self.handle(Nacked(chunk, header.attempt, decode_payload(ReasonPayload, payload).reason))
+            self.handle(Nacked(chunk, header.attempt, known_reason(decode_payload(ReasonPayload, payload).reason)))
 
     def peer_failed(self, payload: ReasonPayload) -> None:
         """FAIL or REFUSE arrived."""

@@ -16,7 +16,7 @@ import time
 
 from farfill.transport.errors import IdentityError, TransportError, TransportInterruptedError
 from farfill.transport.protocol import Channel, Listener, PendingChannel
-from farfill.transport.tls import PeerIdentity, certificate_identity
+from farfill.transport.tls import PeerIdentity, peer_identity
 from farfill.transport.waker import Waker
 
 BACKLOG = 256
@@ -198,7 +198,7 @@ def _handshake(
                 interrupt.wait_for(tls.fileno(), select.POLLIN, deadline_s)
             except ssl.SSLWantWriteError:
                 interrupt.wait_for(tls.fileno(), select.POLLOUT, deadline_s)
-        return _TlsChannel(tls, certificate_identity(tls.getpeercert()))
+        return _TlsChannel(tls, peer_identity(tls))
     except ssl.SSLError as error:
         _linger(tls or sock, interrupt)
         raise _refused(error) from error

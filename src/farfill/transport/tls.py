@@ -52,6 +52,11 @@ def certificate_identity(certificate: object) -> PeerIdentity:
     return parse_identity(uris[0])
 
 
+def peer_identity(tls: ssl.SSLSocket | ssl.SSLObject) -> PeerIdentity:
+    """Who is at the other end of an established TLS connection. Raises IdentityError."""
+    return certificate_identity(tls.getpeercert())
+
+
 def server_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLContext:
     """For servers: presents `cert_pem`, demands a client certificate signed by `ca_pem`.
 

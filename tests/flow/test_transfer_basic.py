@@ -1,0 +1,138 @@
+"""Transfers that work: over real TLS on loopback and in memory."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from farfill.core.cluster import FallbackReason
+from farfill.transport.memory import MemoryNetwork
+from support.transfer_harness import (
+    DECODE,
+    HYBRID,
+    LAYOUT,
+    PREFILL,
+    BytesSlot,
+    Ends,
+    config,
+    make_pieces,
+    transfer_threads,
+)
+
+
+@pytest.fixture
+async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
+    ends = Ends(tmp_path)
+    yield ends
+    await ends.close()
+    assert ends.receiver.held_transfers() == 0
+    assert ends.sender.active_transfers() == 0
+    assert transfer_threads() == []
+
+
+async def move(ends: Ends, num_tokens: int = 2000, seed: int = 0) -> BytesSlot:
+    """One whole transfer; returns the filled slot."""
+    ticket = ends.ticket(num_tokens)
+    slot = BytesSlot(ends.manifest(num_tokens))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+    pieces = make_pieces(slot.manifest, seed)
+    for piece in pieces:
+        outgoing.offer([piece])
+    outgoing.finish()
+    result, stats = await asyncio.gather(expected.wait(), outgoing.wait())
+    assert result.complete
+    assert (result.prefix_tokens, result.failure) == (num_tokens, FallbackReason.NONE)
+    assert [bytes(data) for _, data in pieces] == [bytes(memory) for memory in slot.memory]
+    assert stats.raw_bytes == result.stats.raw_bytes == slot.manifest.total_bytes
+    return slot
+
+
+@pytest.mark.parametrize("compression", ["none", "lz4", "zstd", "auto"])
+@pytest.mark.parametrize("layout", [LAYOUT, HYBRID], ids=["full", "hybrid"])
+async def test_transfer_over_tls_arrives_bit_equal(ends: Ends, compression: str, layout) -> None:
+    ends.layout = layout
+    ends.sender = ends.make_sender(config=config(compression=compression))
+    await ends.start()
+    await move(ends)
+    await move(ends, num_tokens=1, seed=1)
+
+
+async def test_many_transfers_at_once_all_arrive(ends: Ends) -> None:
+    await ends.start()
+    await asyncio.gather(*(move(ends, 200 + 97 * i, seed=i) for i in range(12)))
+    assert ends.receiver_seen.standing[PREFILL] == 4
+    assert ends.sender_seen.standing[DECODE] == 4
+
+
+async def test_open_before_expect_is_parked_and_served(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    slot = BytesSlot(ends.manifest(600))
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+    outgoing.offer(make_pieces(slot.manifest))
+    outgoing.finish()
+    async with asyncio.timeout(5):
+        while key_count(ends) == 0:
+            await asyncio.sleep(0.005)
+    result = await ends.receiver.expect(ticket, slot, timeout_s=5).wait()
+    await outgoing.wait()
+    assert result.complete
+
+
+async def test_held_pieces_are_not_sent(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(2000)
+    manifest = ends.manifest(2000)
+    held = frozenset(piece.index for piece in manifest.by_prefill_chunk[0])
+    slot = BytesSlot(manifest, held)
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, manifest, timeout_s=5)
+    outgoing.offer(make_pieces(manifest))
+    outgoing.finish()
+    result, stats = await asyncio.gather(expected.wait(), outgoing.wait())
+    assert result.complete
+    assert stats.raw_bytes == manifest.total_bytes - sum(manifest.pieces[i].nbytes for i in held)
+    assert all(not any(slot.memory[i]) for i in held), "what was held is not overwritten"
+
+
+async def test_transfer_that_is_held_whole_needs_no_sender(ends: Ends) -> None:
+    await ends.start()
+    manifest = ends.manifest(600)
+    slot = BytesSlot(manifest, frozenset(range(len(manifest.pieces))))
+    ticket = ends.ticket(600)
+    result = await ends.receiver.expect(ticket, slot, timeout_s=5).wait()
+    assert (result.complete, result.stats.raw_bytes) == (True, 0)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, manifest, timeout_s=5)
+    assert (await outgoing.wait()).raw_bytes == 0
+
+
+async def test_keepalives_hold_a_slow_prefill_open(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    slot = BytesSlot(ends.manifest(600))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=0.4)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=0.4)
+    until_s = asyncio.get_running_loop().time() + 1.2
+    while asyncio.get_running_loop().time() < until_s:
+        outgoing.keepalive()
+        await asyncio.sleep(0.02)
+    outgoing.offer(make_pieces(slot.manifest))
+    outgoing.finish()
+    assert (await expected.wait()).complete
+    assert (await outgoing.wait()).after_prefill_s < 0.4
+
+
+async def test_transfer_in_memory_arrives_bit_equal(ends: Ends) -> None:
+    network = MemoryNetwork()
+    ends.receiver = ends.make_receiver(listen="decode", transport=network.transport(ends.identity(DECODE, "decode")))
+    ends.sender = ends.make_sender(transport=network.transport(ends.identity(PREFILL, "prefill")))
+    await ends.start()
+    await move(ends)
+
+
+def key_count(ends: Ends) -> int:
+    return len(ends.receiver._parked)
