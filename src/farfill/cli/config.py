@@ -13,22 +13,29 @@ from farfill.config.load import check_model_files, load_config
 app = typer.Typer(no_args_is_help=True, help="Check and show the cluster file.")
 
 
+ClusterFile = Annotated[Path, typer.Argument(help="Cluster file.")]
+ConfigOption = Annotated[Path | None, typer.Option(help="The same, as the other commands write it.")]
+DEFAULT = Path("cluster.yaml")
+
+
 @app.command("check")
 def check(
-    config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml"),
+    file: ClusterFile = DEFAULT,
+    config: ConfigOption = None,
     files: Annotated[bool, typer.Option("--files/--no-files", help="Also look for the model's files.")] = True,
 ) -> None:
     """Validate the cluster file without starting anything."""
-    loaded = load_config(config)
+    file = config or file
+    loaded = load_config(file)
     if files:
         check_model_files(loaded)
     workers = loaded.config.workers
     sites = sorted({worker.site for worker in workers.values()} | {loaded.config.gateway.site})
-    typer.echo(f"{config}: valid; {len(workers)} workers, sites {', '.join(sites)}, model {loaded.config.model.name}")
+    typer.echo(f"{file}: valid; {len(workers)} workers, sites {', '.join(sites)}, model {loaded.config.model.name}")
 
 
 @app.command("show")
-def show(config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml")) -> None:
+def show(file: ClusterFile = DEFAULT, config: ConfigOption = None) -> None:
     """Print the cluster file with all defaults filled in. Secrets stay references."""
-    values = load_config(config).config.model_dump(mode="json")
+    values = load_config(config or file).config.model_dump(mode="json")
     typer.echo(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), nl=False)

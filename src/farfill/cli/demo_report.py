@@ -59,8 +59,8 @@ def _far_rows(record: RequestRecord) -> list[tuple[str, str]]:
 
 def _where(record: RequestRecord) -> str:
     if record.placement == "remote":
-        return f"far, at {record.prefill_site} ({record.prefill_instance})"
-    return f"near, at {record.decode_site} ({record.decode_instance})"
+        return f"at site {record.prefill_site} by {record.prefill_instance}"
+    return f"at site {record.decode_site} by {record.decode_instance}"
 
 
 def _why(record: RequestRecord) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import ipaddress
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from farfill.config.checks import split_address
-from farfill.config.load import load_config
+from farfill.config.load import LoadedConfig, load_config
 from farfill.config.model import ClusterConfig
 from farfill.core.errors import ConfigError
 from farfill.transport.tls import PeerIdentity
@@ -44,16 +44,44 @@ class Member:
 
 @app.command("init")
 def init(
-    directory: Annotated[Path, typer.Argument(help="Folder to make; must not hold a CA yet.")],
+    directory: Annotated[
+        Path | None, typer.Argument(help="Folder to make; must not hold a CA yet.", show_default="that of tls.ca")
+    ] = None,
     config: Annotated[Path, typer.Option(help="Cluster file whose roles get certificates.")] = Path("cluster.yaml"),
     days: Annotated[int, typer.Option(min=1, max=3650, help="How long the certificates are valid.")] = 365,
 ) -> None:
     """Make a CA, a certificate for each role of the cluster file, and the ticket key pair."""
-    members = members_of(load_config(config).config)
+    loaded = load_config(config)
+    members = members_of(loaded.config)
+    directory = directory if directory is not None else _folder_of_ca(loaded)
     create_pki(directory, members, days=days)
     typer.echo(f"{directory}: CA, ticket keys and {len(members)} certificates, valid for {days} days")
     typer.echo(f"Keep {directory}/ca.key off the servers. A host needs ca.pem, its own NAME.pem and NAME.key,")
     typer.echo("and ticket.pub on workers or ticket.key on the gateway.")
+    for key, reference, file in _astray(loaded, directory):
+        typer.echo(f"Note: {key} is {reference}, but the file made for it is {file}.")
+
+
+def _folder_of_ca(loaded: LoadedConfig) -> Path:
+    reference = loaded.config.tls.ca
+    if not reference.startswith("file:"):
+        raise ConfigError(f"{loaded.path}: tls.ca is {reference}; say which folder to make")
+    return (loaded.base_dir / reference.removeprefix("file:")).parent
+
+
+def _astray(loaded: LoadedConfig, directory: Path) -> Iterator[tuple[str, str, Path]]:
+    """(key, reference, file) of every reference of the cluster file that does not point to the file made for it."""
+    tls, tickets = loaded.config.tls, loaded.config.tickets
+    for key, reference, name in (
+        ("tls.ca", tls.ca, "ca.pem"),
+        ("tls.cert", tls.cert, "{name}.pem"),
+        ("tls.key", tls.key, "{name}.key"),
+        ("tickets.signing_key", tickets.signing_key, "ticket.key"),
+        ("tickets.public_key", tickets.public_key, "ticket.pub"),
+    ):
+        made = directory.absolute() / name
+        if not reference.startswith("file:") or loaded.base_dir / reference.removeprefix("file:") != made:
+            yield key, reference, made
 
 
 def members_of(config: ClusterConfig) -> list[Member]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ssl
 
 from farfill.transport.errors import IdentityError
-from farfill.transport.tls import certificate_identity, client_context
+from farfill.transport.tls import client_context, peer_identity
 
 
 def registry_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes, cluster: str) -> ssl.SSLContext:
@@ -23,7 +23,7 @@ def registry_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes, cluster: st
 
 def _check(tls: ssl.SSLObject, cluster: str) -> None:
     try:
-        found = certificate_identity(tls.getpeercert())
+        found = peer_identity(tls)
     except IdentityError as error:
         raise ssl.SSLCertVerificationError(str(error)) from error
     if (found.cluster, found.role) != (cluster, "registry"):

@@ -26,7 +26,7 @@ from farfill.registry.messages import from_message, message_response, refusal, t
 from farfill.registry.store import RegistryStore
 from farfill.telemetry.metrics import RegistryMetrics, exposition
 from farfill.transport.errors import IdentityError
-from farfill.transport.tls import PeerIdentity, certificate_identity
+from farfill.transport.tls import PeerIdentity, peer_identity
 from farfill.wire.control import PROTOCOL_VERSION, VERSION_HEADER, InstanceMessage, InstancesReply, LeaseReply
 
 log = structlog.get_logger()
@@ -44,7 +44,7 @@ def identity_of(request: web.Request) -> PeerIdentity | None:
     if ssl_object is None:
         return None
     try:
-        return certificate_identity(ssl_object.getpeercert())
+        return peer_identity(ssl_object)
     except IdentityError as error:
         log.warning("identity_refused", reason=error.reason, error=str(error))
         return None
