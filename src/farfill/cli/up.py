@@ -3,30 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
-import aiohttp
 import typer
 from rich.console import Console
 
 from farfill.cli import demo_prompts
 from farfill.cli.demo import DemoAnswer, DemoPrompt, ask
 from farfill.cli.demo_report import report as demo_report
-from farfill.cli.local_cluster import DECODE, PREFILL, ChildDiedError, LocalCluster, LocalPlan
+from farfill.cli.local_cluster import ChildDiedError, LocalCluster, LocalPlan
 from farfill.cli.local_ports import free_ports, port_is_free
+from farfill.cli.local_ready import until_ready
 from farfill.cli.model_catalog import ModelSource
 from farfill.cli.model_store import fetch, find_source
 from farfill.cli.progress import progress
 from farfill.core.errors import ConfigError, FarfillError
 
 DEFAULT_PORT = 8000
-READY_TIMEOUT_S = 300.0
 POLL_S = 0.2
 
 console = Console(highlight=False)
@@ -82,47 +79,19 @@ async def _run(plan: LocalPlan, source: ModelSource, *, once: bool, keep_logs: P
     try:
         with LocalCluster(plan, keep_logs=keep_logs) as cluster:
             cluster.start()
-            async with asyncio.timeout(READY_TIMEOUT_S):
-                with progress(console) as report:
-                    await _until_ready(cluster, report)
+            with progress(console) as report:
+                await until_ready(cluster, report)
             good = await _demonstrate(cluster, source)
             if once or not good:
                 return good
             _print_usage(cluster, source)
             staying = True
             await _watch(cluster)
-    except TimeoutError:
-        raise FarfillError(f"not ready after {READY_TIMEOUT_S:.0f} s", reason="not_ready") from None
     except asyncio.CancelledError:
         if not staying:
             raise
         console.print("Stopped. Nothing is left running.")
     return True
-
-
-async def _until_ready(cluster: LocalCluster, report: Callable[[str], None]) -> None:
-    """Until the gateway sees both workers ready. Raises ChildDiedError when a role ends."""
-    report(f"starting {', '.join(child.name for child in cluster.children)}")
-    told: set[str] = set()
-    async with aiohttp.ClientSession(cluster.url, timeout=aiohttp.ClientTimeout(total=5)) as session:
-        while True:
-            cluster.check()
-            ready = await _ready_roles(session)
-            for name in sorted(ready - told):
-                report(f"{name} is ready")
-            told |= ready
-            if ready >= {"gateway", DECODE, PREFILL}:
-                return
-            await asyncio.sleep(POLL_S)
-
-
-async def _ready_roles(session: aiohttp.ClientSession) -> set[str]:
-    """Names of the roles that are ready, as the gateway knows them; empty while it does not answer."""
-    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
-        async with session.get("/v1/farfill/instances") as response:
-            instances = (await response.json())["instances"]
-            return {"gateway"} | {i["name"] for i in instances if i["state"] == "ready"}
-    return set()
 
 
 async def _demonstrate(cluster: LocalCluster, source: ModelSource) -> bool:
