@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -104,13 +105,19 @@ def make_config(model_path: Path, **sections: dict[str, Any]) -> ClusterConfig:
 
 @asynccontextmanager
 async def running_gateway(
-    folder: Path, *, context_tokens: int = 512, chat_template: bool = True, **sections: dict[str, Any]
+    folder: Path,
+    *,
+    context_tokens: int = 512,
+    chat_template: bool = True,
+    worker_tls: ssl.SSLContext | None = None,
+    decode_tls: ssl.SSLContext | None = None,
+    **sections: dict[str, Any],
 ) -> AsyncIterator[Harness]:
     """Start two stubs and a gateway; stop everything at the end."""
     options: dict[str, Any] = {"context_tokens": context_tokens} | ({} if chat_template else {"chat_template": None})
     model_path = write_model_folder(folder / "model", **options)
     transfers = Transfers()
-    decode = StubWorker("decode-near", Role.DECODE, transfers)
+    decode = StubWorker("decode-near", Role.DECODE, transfers, tls=decode_tls)
     prefill = StubWorker("prefill-far", Role.PREFILL, transfers, site="far")
     await decode.start()
     await prefill.start()
@@ -120,7 +127,7 @@ async def running_gateway(
         model=load_tokenizer(model_path),
         membership=membership,
         sign_ticket=sign_stub_ticket,
-        worker_tls=None,
+        worker_tls=worker_tls,
         observer=observer,
         metrics=lambda: (b"farfill_up 1\n", "text/plain; version=0.0.4; charset=utf-8"),
     )

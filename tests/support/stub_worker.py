@@ -7,6 +7,7 @@ stub prefill worker completed.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -80,6 +81,7 @@ class StubWorker:
     fingerprint: str = "fp"
     max_context_tokens: int = 1_000_000
     state: InstanceState = InstanceState.READY
+    tls: ssl.SSLContext | None = None
     # knobs
     refuse: tuple[int, ErrorBody] | None = None
     refuse_tickets: bool = False
@@ -107,7 +109,7 @@ class StubWorker:
         app.router.add_post("/v1/transfers/{transfer_id}/fail", self._fail_transfer)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self.tls)
         await site.start()
         self._port = self._runner.addresses[0][1]
 
@@ -122,7 +124,7 @@ class StubWorker:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'http' if self.tls is None else 'https'}://127.0.0.1:{self._port}"
 
     @property
     def instance(self) -> Instance:

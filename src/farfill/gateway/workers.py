@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+import structlog
 
 from farfill.core.cluster import FallbackReason, Instance
 from farfill.core.errors import (
@@ -37,6 +38,8 @@ from farfill.wire.control import (
     PrefillReport,
 )
 from farfill.wire.events import EventReader
+
+log = structlog.get_logger("farfill.gateway")
 
 MAX_ERROR_BYTES = 64 * 1024
 # aiohttp sends larger bodies from a file object piece by piece, so that the loop stays responsive.
@@ -98,7 +101,7 @@ class DecodeStream:
             try:
                 data = await self._response.content.readany()
             except (aiohttp.ClientError, OSError, TimeoutError) as error:
-                raise WorkerConnectionError(f"{self._instance.name}: stream broke: {error}", reached=True) from error
+                raise _unanswered(self._instance, "the stream broke off", error, reached=True) from error
             if not data:
                 return []
             events = list(self._reader.feed(data))
@@ -164,7 +167,7 @@ class WorkerClient:
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{instance.name}: malformed {kind.__name__}: {error}") from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise WorkerConnectionError(f"{instance.name}: answer broke off: {error}", reached=True) from error
+            raise _unanswered(instance, "the answer broke off", error, reached=True) from error
         finally:
             response.close()  # without effect when it was read to its end
 
@@ -179,12 +182,18 @@ class WorkerClient:
                 server_hostname=self._server_name(instance),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ClientSSLError, aiohttp.ConnectionTimeoutError) as error:
-            raise WorkerConnectionError(f"{instance.name}: cannot connect: {error}", reached=False) from error
+            raise _unanswered(instance, "cannot be reached", error, reached=False) from error
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise WorkerConnectionError(f"{instance.name}: connection lost: {error!r}", reached=True) from error
+            raise _unanswered(instance, "the connection was lost", error, reached=True) from error
         if response.status == 200:
             return response
         raise await _answer_error(instance, response)
+
+
+def _unanswered(instance: Instance, what: str, error: Exception, *, reached: bool) -> WorkerConnectionError:
+    """Addresses and system errors belong in the log, not in what a client of the API reads."""
+    log.warning("worker_unanswered", instance=instance.name, url=instance.url, what=what, error=repr(error))
+    return WorkerConnectionError(f"{instance.name}: {what}", reached=reached)
 
 
 async def _answer_error(instance: Instance, response: aiohttp.ClientResponse) -> WorkerAnswerError:

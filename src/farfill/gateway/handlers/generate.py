@@ -21,13 +21,14 @@ from farfill.gateway.openai.messages import template_messages
 from farfill.gateway.openai.render import Renderer, Rendering
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, parse, parse_prompts
 from farfill.gateway.openai.sampling import COMPLETION_MAX_TOKENS, chat_sampling, check_token_ids, completion_sampling
-from farfill.gateway.pipeline.authenticate import authenticate
+from farfill.gateway.pipeline.authenticate import Caller, authenticate
 from farfill.gateway.pipeline.generation import Generation, Job
 from farfill.gateway.pipeline.hash import hash_prompt
 from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
 from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
 from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_chat, tokenize_text
 from farfill.gateway.service import GatewayService
+from farfill.policy.offload import Forced
 
 MAX_PROMPTS = 128
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -111,37 +112,12 @@ class GenerateHandler:
             with tracker.stage("tokenize"):
                 prompts = await self._tokenize(body)
             tracker.prompts([len(ids) for ids in prompts.token_ids])
-            context = self._service.placer.context_tokens(self._model.context_tokens)
-            samplings = [
-                fit_context(len(ids), prompts.sampling, prompts.demanded_tokens, prompts.default_tokens, context)
-                for ids in prompts.token_ids
-            ]
-            chunk_tokens = self._config.prefill.chunked_prefill_tokens
-            with tracker.stage("hash"):
-                # The last prompt token is decode's: only the KV before it is kept for reuse.
-                keys = [
-                    await hash_prompt(self._service.pool, ids[:-1], chunk_tokens, caller.salt)
-                    for ids in prompts.token_ids
-                ]
-            jobs = [
-                Job(
-                    request_id=tracker.request_id if i == 0 else f"{tracker.request_id}-{i}",
-                    prompt=ids,
-                    keys=keys[i],
-                    salt=caller.salt,
-                    tenant=caller.tenant,
-                    sampling=samplings[i],
-                    forced=forced,
-                    traceparent=_traceparent(request),
-                    accepted_s=tracker.accepted_s,
-                )
-                for i, ids in enumerate(prompts.token_ids)
-            ]
+            jobs = await self._jobs(prompts, caller, forced, _traceparent(request), tracker)
+            renderer, include_usage = self._renderer(body, tracker, prompts)
             with tracker.stage("dispatch"):
                 generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
-            tracker.started(generations)
-            renderer, include_usage = self._renderer(body, tracker, prompts)
             try:
+                tracker.started(generations)
                 with tracker.stage("stream"):
                     response = await exchange.answer(
                         renderer, generations, stream=tracker.stream, include_usage=include_usage
@@ -152,6 +128,33 @@ class GenerateHandler:
             finally:
                 for generation in generations:
                     generation.close()
+
+    async def _jobs(
+        self, prompts: Prompts, caller: Caller, forced: Forced | None, traceparent: str, tracker: RequestTracker
+    ) -> list[Job]:
+        """One job a prompt, its output cut to the context. Raises when one cannot fit."""
+        context = self._service.placer.context_tokens(self._model.context_tokens)
+        chunk_tokens = self._config.prefill.chunked_prefill_tokens
+        jobs: list[Job] = []
+        for i, ids in enumerate(prompts.token_ids):
+            sampling = fit_context(len(ids), prompts.sampling, prompts.demanded_tokens, prompts.default_tokens, context)
+            with tracker.stage("hash"):
+                # The last prompt token is decode's: only the KV before it is kept for reuse.
+                keys = await hash_prompt(self._service.pool, ids[:-1], chunk_tokens, caller.salt)
+            jobs.append(
+                Job(
+                    request_id=tracker.request_id if i == 0 else f"{tracker.request_id}-{i}",
+                    prompt=ids,
+                    keys=keys,
+                    salt=caller.salt,
+                    tenant=caller.tenant,
+                    sampling=sampling,
+                    forced=forced,
+                    traceparent=traceparent,
+                    accepted_s=tracker.accepted_s,
+                )
+            )
+        return jobs
 
     async def _tokenize(self, body: ChatBody | CompletionBody) -> Prompts:
         pool, model = self._service.pool, self._model
@@ -232,7 +235,12 @@ class _Exchange:
             body = await collect(renderer, generations)
             return web.Response(body=body, content_type="application/json", headers=headers)
         response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", **headers}
+            headers={
+                "Content-Type": "text/event-stream; charset=utf-8",
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # reverse proxies must not hold tokens back
+                **headers,
+            }
         )
         self._streaming = response
         await response.prepare(self._request)

@@ -55,17 +55,8 @@ class InfoHandler:
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
-        if body.messages is not None:
-            ids = await tokenize_chat(
-                self._service.pool,
-                self._model,
-                template_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                add_special_tokens=bool(body.add_special_tokens),
-            )
-        else:
-            special = body.add_special_tokens is not False
-            ids = await tokenize_text(self._service.pool, self._model, body.prompt or "", add_special_tokens=special)
+        with self._service.admission.slot():
+            ids = await self._token_ids(body)
         texts = [self._model.token_text(i) for i in ids] if body.return_token_strs else None
         limit = self._model.context_tokens
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
@@ -73,7 +64,21 @@ class InfoHandler:
     async def _detokenize(self, request: web.Request) -> web.Response:
         body = parse(await request.read(), DetokenizeBody)
         self._check_model(body.model)
-        return _json({"prompt": await detokenize(self._service.pool, self._model, "tokens", body.tokens)})
+        with self._service.admission.slot():
+            text = await detokenize(self._service.pool, self._model, "tokens", body.tokens)
+        return _json({"prompt": text})
+
+    async def _token_ids(self, body: TokenizeBody) -> list[int]:
+        if body.messages is None:
+            special = body.add_special_tokens is not False
+            return await tokenize_text(self._service.pool, self._model, body.prompt or "", add_special_tokens=special)
+        return await tokenize_chat(
+            self._service.pool,
+            self._model,
+            template_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+        )
 
     async def _alive(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})
