@@ -12,6 +12,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from farfill.cli.local_cluster import LocalCluster, LocalPlan
+from farfill.cli.local_ports import free_ports
+from farfill.cli.local_ready import until_ready
+from farfill.cli.model_store import fetch, find_source
+from farfill.cli.progress import progress
 from farfill.config.load import load_config
 from farfill.core.errors import ConfigError
 from farfill.verify.client import GatewayUnreachableError, gateway_client
@@ -51,17 +56,25 @@ def parity(
     repeat: Annotated[int, typer.Option(min=1, help="Rounds over the lengths, each with other text.")] = 1,
     concurrency: Annotated[int, typer.Option(min=1, help="Prompts compared at the same time.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
+    start: Annotated[bool, typer.Option("--up", help="Start a cluster for this run, and stop it.")] = False,
+    model: Annotated[str, typer.Option(help="With --up: smollm2 or gemma3.")] = "smollm2",
+    dtype: Annotated[str, typer.Option(help="With --up: float32 or bfloat16.")] = "float32",
+    accept_gemma_terms: Annotated[
+        bool, typer.Option("--accept-gemma-terms", help="You accept the Gemma Terms of Use.")
+    ] = False,
 ) -> None:
     """Compare far-prefilled with local output, token id by token id. 1: not equal. 2: no cluster to ask."""
     plan = ParityPlan(
         lengths=_parse_lengths(lengths), prompts=prompts, max_tokens=tokens, repeat=repeat, concurrency=concurrency
     )
-    url = gateway_url(config, gateway)
-    progress = Console(stderr=True)
-    try:
-        result = asyncio.run(compare(url, plan, progress))
-    except GatewayUnreachableError as error:
-        raise ConfigError(f"{error}\nstart a cluster first, with: farfill up") from error
+    console = Console(stderr=True)
+    if start:
+        result = asyncio.run(_compare_once(local_plan(model, dtype, console, accept_gemma_terms), plan, console))
+    else:
+        try:
+            result = asyncio.run(compare(gateway_url(config, gateway), plan, console))
+        except GatewayUnreachableError as error:
+            raise ConfigError(f"{error}\nstart a cluster first (farfill up), or say --up") from error
     if as_json:
         typer.echo(to_json(result))
     else:
@@ -70,8 +83,34 @@ def parity(
         sys.exit(1)
 
 
-async def compare(url: str, plan: ParityPlan, progress: Console) -> ParityResult:
-    """Run `plan` against the gateway at `url`, telling `progress` of each row."""
+def local_plan(model: str, dtype: str, console: Console, accept_gemma_terms: bool) -> LocalPlan:
+    """A throw-away cluster with room for the longest prompts. Fetches the model when it is not there."""
+    if dtype not in ("float32", "bfloat16"):
+        raise ConfigError(f"--dtype is float32 or bfloat16, not {dtype!r}")
+    source = find_source(model)
+    with progress(console) as report:
+        folder = fetch(source, accept_terms=accept_gemma_terms, report=report)
+    return LocalPlan(
+        model_name=source.folder,
+        model_dir=folder,
+        port=free_ports(1)[0],
+        threshold_tokens=512,
+        dtype=dtype,
+        timeout_ms=60_000,
+        kv_cache_mb=2048,
+    )
+
+
+async def _compare_once(cluster_plan: LocalPlan, plan: ParityPlan, console: Console) -> ParityResult:
+    with LocalCluster(cluster_plan) as cluster:
+        cluster.start()
+        with progress(console) as report:
+            await until_ready(cluster, report)
+        return await compare(cluster.url, plan, console)
+
+
+async def compare(url: str, plan: ParityPlan, console: Console) -> ParityResult:
+    """Run `plan` against the gateway at `url`, telling `console` of each row."""
     async with gateway_client(url) as client:
         model = await client.model()
         cases = []
@@ -92,7 +131,7 @@ async def compare(url: str, plan: ParityPlan, progress: Console) -> ParityResult
             client,
             cases,
             concurrency=plan.concurrency,
-            progress=lambda row: progress.print(describe(row), highlight=False),
+            progress=lambda row: console.print(describe(row), highlight=False),
         )
 
 
