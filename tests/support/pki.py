@@ -82,9 +82,10 @@ def make_pki(folder: Path) -> Pki:
     """A new CA whose files are in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "test CA")])
+    title = f"test CA {folder.name}"
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, title)])
     ca = (
-        _builder("test CA", subject)
+        _builder(title, subject)
         .public_key(key.public_key())
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
         .sign(key, hashes.SHA256())

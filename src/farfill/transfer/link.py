@@ -178,12 +178,11 @@ class PeerLink:
             self._transfers.pop(transfer.key, None)
             if transfer in self._turn:
                 self._turn.remove(transfer)
-            # Only its FAIL still matters, and only to a peer that can be told now.
-            told = any(slot.standing for slot in self._slots)
+            # Of what it still had to say, only the FAIL matters, and only while the peer may be reached.
             self._control = deque(
                 (owner, control)
                 for owner, control in self._control
-                if owner is not transfer or (told and isinstance(control, ReasonPayload))
+                if owner is not transfer or (isinstance(control, ReasonPayload) and not self._down)
             )
 
     # For connections
@@ -192,7 +191,7 @@ class PeerLink:
     def wanted(self) -> bool:
         """Whether somebody waits for a connection."""
         with self._lock:
-            return bool(self._transfers)
+            return bool(self._transfers or self._control)
 
     def transfer(self, key: bytes) -> PushedTransfer | None:
         """The live transfer with that key."""
@@ -239,9 +238,12 @@ class PeerLink:
 
     def attempt_failed(self, error: Exception) -> None:
         """A connection could not be had, or is gone."""
-        if all(slot.failed for slot in self._slots) and not any(slot.standing for slot in self._slots):
-            for transfer in self._snapshot():
-                transfer.link_down(f"{self.address}: {error}")
+        if not self._down:
+            return
+        with self._lock:
+            self._control = deque(item for item in self._control if item[0].key in self._transfers)
+        for transfer in self._snapshot():
+            transfer.link_down(f"{self.address}: {error}")
 
     def refused(self, reason: str, detail: str) -> None:
         """The peer will never serve this side as it is: what waits is over."""
@@ -258,6 +260,11 @@ class PeerLink:
             self.estimate.round_trip(seconds)
             rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
         self.observer.link(self.peer_name, rate, rtt_s)
+
+    @property
+    def _down(self) -> bool:
+        """Whether no connection stands and each was tried in vain."""
+        return all(slot.failed and not slot.standing for slot in self._slots)
 
     def _snapshot(self) -> list[PushedTransfer]:
         with self._lock:

@@ -54,13 +54,21 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Parked:
-    """A verified OPEN whose transfer is not expected yet, or a FAIL that overtook it."""
+    """A verified OPEN whose transfer is not expected yet."""
 
     session: AcceptorSession
     ticket: Ticket
     payload: OpenPayload
     until_s: float
-    failure: ReasonPayload | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedEarly:
+    """A FAIL for a transfer that is not expected yet."""
+
+    peer: str
+    payload: ReasonPayload
+    until_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,7 @@ class KVReceiver:
         self._lock = Lock()
         self._expected: dict[bytes, AwaitedTransfer] = {}
         self._parked: dict[bytes, _Parked] = {}
+        self._failed_early: dict[bytes, _FailedEarly] = {}
         self._ended: OrderedDict[bytes, _EndedRecord] = OrderedDict()
         self._ticker: asyncio.Task[None] | None = None
         self._acceptor = Acceptor(
@@ -158,9 +167,12 @@ class KVReceiver:
                 raise TicketError("this ticket was used", reason="ticket_replayed")
             self._expected[transfer.key] = transfer
             parked = self._parked.pop(transfer.key, None)
-        if parked is not None:
-            self._serve(transfer, parked)
+            failed = self._failed_early.pop(transfer.key, None)
         transfer.begin()
+        if failed is not None and failed.peer == ticket.prefill:
+            transfer.peer_failed(fallback_reason(failed.payload.reason), failed.payload.detail)
+        if parked is not None:
+            self._serve_parked(transfer, parked)
         return transfer
 
     def held_transfers(self) -> int:
@@ -219,9 +231,9 @@ class KVReceiver:
             transfer.peer_failed(fallback_reason(payload.reason), payload.detail or payload.reason)
             return
         with self._lock:
-            parked = self._parked.get(key)
-            if parked is not None and parked.ticket.prefill == session.peer_name:
-                self._parked[key] = _Parked(parked.session, parked.ticket, parked.payload, parked.until_s, payload)
+            if key not in self._ended and key not in self._expected and len(self._failed_early) < MAX_PARKED:
+                until_s = self._clock.now_s() + self._config.timeout_ms / 1000
+                self._failed_early[key] = _FailedEarly(session.peer_name, payload, until_s)
 
     def transfer(self, session: AcceptorSession, key: bytes) -> AwaitedTransfer | None:
         """The live transfer of that key, if this peer may speak about it."""
@@ -276,6 +288,14 @@ class KVReceiver:
             )
         return ticket
 
+    def _serve_parked(self, transfer: AwaitedTransfer, parked: _Parked) -> None:
+        with self._lock:
+            record = self._ended.get(transfer.key)
+        if record is None:
+            self._serve(transfer, parked)
+        else:  # nothing had to come, or the sender failed meanwhile
+            self._answer_ended(parked.session, transfer.key, record)
+
     def _serve(self, transfer: AwaitedTransfer, parked: _Parked) -> None:
         session = parked.session
         if transfer.generation not in (None, session.peer_generation):
@@ -285,9 +305,6 @@ class KVReceiver:
         if parked.payload.digest != transfer.manifest.digest:
             error = IncompatiblePeerError("the same tensors, cut into other pieces", reason="manifest_mismatch")
             self._refuse(session, transfer.key, error)
-            return
-        if parked.failure is not None:
-            transfer.peer_failed(fallback_reason(parked.failure.reason), parked.failure.detail)
             return
         transfer.generation = session.peer_generation
         transfer.open(parked.payload.chunk_bytes, session)
@@ -335,14 +352,14 @@ class KVReceiver:
             late = {key: parked for key, parked in self._parked.items() if now_s >= parked.until_s}
             for key in late:
                 del self._parked[key]
+            self._failed_early = {k: failed for k, failed in self._failed_early.items() if now_s < failed.until_s}
             while self._ended:
                 key, record = next(iter(self._ended.items()))
                 if now_unix_s <= record.until_unix_s:
                     break
                 del self._ended[key]
         for key, parked in late.items():
-            if parked.failure is None:
-                self._refuse(parked.session, key, TransferError("nobody expects it", reason="not_expected"))
+            self._refuse(parked.session, key, TransferError("nobody expects it", reason="not_expected"))
 
 
 def _tell_outcome(session: AcceptorSession, key: bytes, outcome: Ended) -> None:

@@ -1,0 +1,601 @@
+"""Peers that must not get through: each is refused with a reason that both sides log, and nothing is held."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import ssl
+import time
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import xxhash
+
+from farfill.core.cluster import FallbackReason
+from farfill.core.errors import TicketError, TransferError
+from farfill.core.layout import KVLayout, TensorKind, TensorLayout
+from farfill.core.ticket import Ticket
+from farfill.kv.manifest import build_manifest
+from farfill.transfer.protocol import ReceiveResult
+from farfill.transfer.tickets import sign_ticket
+from farfill.transport.tcp import split_address
+from farfill.wire.frames import (
+    FLAG_CHECKSUM,
+    FrameHeader,
+    FrameType,
+    OpenPayload,
+    layout_payload,
+    pack_header,
+    transfer_key,
+)
+from support.pki import make_pki, make_ticket_keys
+from support.raw_peer import RawPeer
+from support.transfer_harness import (
+    DECODE,
+    FINGERPRINT,
+    LAYOUT,
+    PREFILL,
+    BytesSlot,
+    Ends,
+    config,
+    eventually,
+    make_pieces,
+    transfer_threads,
+)
+
+NUM_TOKENS = 600
+
+
+@pytest.fixture
+async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
+    ends = Ends(tmp_path)
+    yield ends
+    await ends.close()
+    assert ends.receiver.held_transfers() == 0
+    assert ends.sender.active_transfers() == 0
+    assert transfer_threads() == []
+
+
+@pytest.fixture
+def logged() -> Any:
+    with structlog.testing.capture_logs() as entries:
+        yield entries
+
+
+def reasons(entries: list[Any], event: str) -> list[str]:
+    return [entry["reason"] for entry in entries if entry["event"] == event]
+
+
+async def attempt(
+    ends: Ends, ticket: Ticket, token: str, *, timeout_s: float = 5
+) -> tuple[ReceiveResult, TransferError]:
+    """A transfer that must fail on both sides, soon."""
+    started_s = time.monotonic()
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ends_ticket(ticket), slot, timeout_s=timeout_s)
+    outgoing = ends.sender.begin(ticket, token, ends.receiver.address, slot.manifest, timeout_s=timeout_s)
+    outgoing.offer(make_pieces(slot.manifest))
+    outgoing.finish()
+    result, error = await asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
+    assert isinstance(result, ReceiveResult)
+    assert isinstance(error, TransferError)
+    assert not result.complete
+    assert result.prefix_tokens == 0
+    assert not any(any(memory) for memory in slot.memory), "not a byte reached the slot"
+    assert time.monotonic() - started_s < timeout_s, "told at once, not by timeout"
+    return result, error
+
+
+def ends_ticket(ticket: Ticket) -> Ticket:
+    """What the gateway told the decode worker: made out to the right peers, whatever the sender shows."""
+    return replace(ticket, prefill=PREFILL, decode=DECODE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"issued_unix_s": 0.0, "expires_unix_s": 1.0}, "ticket_expired"),
+        ({"issued_unix_s": 9e9, "expires_unix_s": 9e9 + 60}, "ticket_not_yet_valid"),
+        ({"prefill": "prefill-other"}, "ticket_wrong_peer"),
+        ({"fingerprint": "0" * 64}, "ticket_wrong_fingerprint"),
+    ],
+)
+async def test_unusable_ticket_is_refused(ends: Ends, logged: list[Any], changes: dict[str, Any], reason: str) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS, **changes)
+    result, error = await attempt(ends, ticket, ends.sign(ticket))
+    assert result.failure is FallbackReason.TICKET_INVALID
+    assert reason in result.detail
+    assert error.reason == FallbackReason.TICKET_INVALID
+    assert reason in str(error)
+    assert ends.receiver_seen.counts[f"refused:{reason}"] == 1
+    assert reasons(logged, "transfer_refused") == [reason]
+    assert reasons(logged, "transfer_failed_by_peer") == [reason]
+
+
+async def test_ticket_for_another_decode_worker_is_refused(ends: Ends) -> None:
+    """Shown by a sender that dials the right worker with a ticket made out to another."""
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    result, error = await attempt(ends, ticket, ends.sign(replace(ticket, decode="decode-other")))
+    assert "ticket_wrong_peer" in result.detail
+    assert error.reason == FallbackReason.TICKET_INVALID
+
+
+async def test_forged_ticket_is_refused(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    result, _ = await attempt(ends, ticket, sign_ticket(ticket, make_ticket_keys()[0]))
+    assert result.failure is FallbackReason.TICKET_INVALID
+    assert "ticket_forged" in result.detail
+
+
+async def test_replayed_ticket_is_refused(ends: Ends, logged: list[Any]) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    token = ends.sign(ticket)
+    for round_number in range(2):
+        slot = BytesSlot(ends.manifest(NUM_TOKENS))
+        if round_number:
+            with pytest.raises(TicketError, match="used"):
+                ends.receiver.expect(ticket, slot, timeout_s=5)
+        else:
+            expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+        outgoing = ends.sender.begin(ticket, token, ends.receiver.address, slot.manifest, timeout_s=5)
+        outgoing.offer(make_pieces(slot.manifest))
+        outgoing.finish()
+        if round_number:
+            with pytest.raises(TransferError, match="ticket_replayed"):
+                await outgoing.wait()
+        else:
+            await outgoing.wait()
+            assert (await expected.wait()).complete
+    assert reasons(logged, "transfer_refused") == ["ticket_replayed"]
+
+
+async def test_transfer_nobody_expects_is_refused_after_a_while(ends: Ends) -> None:
+    ends.receiver = ends.make_receiver(config=config(timeout_ms=200))
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    outgoing = ends.sender.begin(
+        ticket, ends.sign(ticket), ends.receiver.address, ends.manifest(NUM_TOKENS), timeout_s=5
+    )
+    with pytest.raises(TransferError, match="not_expected"):
+        await outgoing.wait()
+    assert ends.receiver_seen.counts["refused:not_expected"] == 1
+
+
+async def test_other_fingerprint_is_refused_and_ends_the_wait(ends: Ends, logged: list[Any]) -> None:
+    ends.sender = ends.make_sender(fingerprint="0" * 64)
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    result, error = await attempt(ends, ticket, ends.sign(ticket))
+    assert result.failure is FallbackReason.FINGERPRINT_MISMATCH
+    assert error.reason == FallbackReason.FINGERPRINT_MISMATCH
+    assert ends.receiver_seen.counts["refused:fingerprint_mismatch"] >= 1
+    assert ends.sender_seen.counts["refused:fingerprint_mismatch"] >= 1
+    assert set(reasons(logged, "transfer_connection_refused")) == {"fingerprint_mismatch"}
+
+
+def other_layout(change: str) -> KVLayout:
+    first, *rest = LAYOUT.tensors
+    tensors = {
+        "missing": tuple(rest),
+        "extra": (*LAYOUT.tensors, TensorLayout(9, "k", TensorKind.FULL, "bfloat16", (2, 64))),
+        "dtype": (replace(first, dtype="float16"), *rest),
+        "shape": (replace(first, row_shape=(1, 128)), *rest),
+        "order": (*rest, first),
+    }[change]
+    return replace(LAYOUT, tensors=tensors)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "dtype", "shape", "order"])
+async def test_other_layout_is_refused_naming_the_tensor(ends: Ends, change: str) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    manifest = build_manifest(other_layout(change), NUM_TOKENS)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, manifest, timeout_s=5)
+    result, error = await asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
+    assert isinstance(result, ReceiveResult)
+    assert result.failure is FallbackReason.FINGERPRINT_MISMATCH
+    assert isinstance(error, TransferError)
+    for text in (result.detail, str(error)):
+        assert change in text
+        assert change == "order" or "tensor 'k' of layer" in text
+
+
+async def test_receiver_with_another_name_is_refused_by_the_sender(ends: Ends, logged: list[Any]) -> None:
+    ends.receiver = ends.make_receiver(name="decode-impostor")
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    outgoing = ends.sender.begin(
+        ticket, ends.sign(ticket), ends.receiver.address, ends.manifest(NUM_TOKENS), timeout_s=5
+    )
+    with pytest.raises(TransferError, match="decode-impostor"):
+        await outgoing.wait()
+    assert "identity_refused" in reasons(logged, "transfer_connection_refused")
+
+
+async def test_certificate_of_another_ca_is_refused_on_both_sides(
+    ends: Ends, tmp_path: Path, logged: list[Any]
+) -> None:
+    stranger = make_pki(tmp_path / "other").name(PREFILL, role="prefill")
+    own_ca = ends.pki.ca.read_bytes()
+    stranger.ca.write_bytes(own_ca)  # it trusts the receiver, the receiver does not trust it
+    ends.sender = ends.make_sender(client_ctx=stranger.client())
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    outgoing = ends.sender.begin(
+        ticket, ends.sign(ticket), ends.receiver.address, ends.manifest(NUM_TOKENS), timeout_s=5
+    )
+    with pytest.raises(TransferError, match=r"tls: .*unknown ca") as caught:
+        await outgoing.wait()
+    assert caught.value.reason == FallbackReason.PROTOCOL
+    eventually(lambda: {None, DECODE} == {entry["peer"] for entry in logged})
+    assert set(reasons(logged, "transfer_connection_refused")) == {"identity_refused"}
+
+
+async def test_receiver_of_another_ca_is_refused_by_the_sender(ends: Ends, tmp_path: Path) -> None:
+    ends.sender = ends.make_sender(client_ctx=make_pki(tmp_path / "other").name(PREFILL, role="prefill").client())
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    outgoing = ends.sender.begin(
+        ticket, ends.sign(ticket), ends.receiver.address, ends.manifest(NUM_TOKENS), timeout_s=5
+    )
+    with pytest.raises(TransferError, match="tls: "):
+        await outgoing.wait()
+
+
+def anonymous(ends: Ends) -> ssl.SSLContext:
+    context = ssl.create_default_context(cafile=str(ends.pki.ca))
+    context.check_hostname = False
+    return context
+
+
+async def test_peer_without_certificate_is_refused(ends: Ends, logged: list[Any]) -> None:
+    await ends.start()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, anonymous(ends)) as peer:
+            peer.hello(PREFILL, FINGERPRINT)
+            with pytest.raises(ssl.SSLError, match=r"(?i)certificate.required"):
+                peer.receive()
+
+    await asyncio.to_thread(run)
+    assert ends.receiver_seen.counts["refused:identity_refused"] == 1
+    assert "did not return a certificate" in str(logged)
+
+
+def prefill_context(ends: Ends) -> ssl.SSLContext:
+    return ends.pki.name(PREFILL, role="prefill", site="far").client()
+
+
+@pytest.mark.parametrize(
+    ("uri", "words"),
+    [("https://example.org/", "has 0"), ("farfill://test/near/prefill", "is no farfill")],
+)
+async def test_certificate_without_identity_is_refused(ends: Ends, logged: list[Any], uri: str, words: str) -> None:
+    await ends.start()
+    context = ends.pki.name("odd", uri=uri).client()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, context) as peer:
+            peer.hello("odd", FINGERPRINT)
+            assert peer.ended()
+
+    await asyncio.to_thread(run)
+    eventually(lambda: ends.receiver_seen.counts["refused:identity_refused"] == 1)
+    assert words in str(logged)
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        ({"protocol_version": 2}, "protocol_version"),
+        ({"fingerprint": "0" * 64}, "fingerprint_mismatch"),
+        ({"instance": "prefill-other"}, "wrong_name"),
+    ],
+)
+async def test_hello_that_does_not_fit_gets_the_reason(ends: Ends, hello: dict[str, Any], reason: str) -> None:
+    await ends.start()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            peer.hello(**{"instance": PREFILL, "fingerprint": FINGERPRINT, **hello})
+            assert peer.receive_reason(FrameType.REFUSE).reason == reason
+            assert peer.ended()
+
+    await asyncio.to_thread(run)
+    assert ends.receiver_seen.counts[f"refused:{reason}"] == 1
+
+
+async def test_frame_of_another_version_gets_the_reason(ends: Ends) -> None:
+    await ends.start()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            peer.send_bytes(pack_header(FrameHeader(FrameType.HELLO), version=2))
+            refusal = peer.receive_reason(FrameType.REFUSE)
+            assert (refusal.reason, "version 2 there, 1 here" in refusal.detail) == ("protocol_version", True)
+
+    await asyncio.to_thread(run)
+    eventually(lambda: ends.receiver_seen.counts["refused:protocol_version"] == 1)
+
+
+def bad_frames() -> dict[str, bytes]:
+    good = FrameHeader(FrameType.PING)
+    return {
+        "garbage": os.urandom(256),
+        "unknown_type": pack_header(good)[:5] + b"\x63" + pack_header(good)[6:],
+        "unknown_flags": pack_header(replace(good, flags=0x80)),
+        "oversize_control": pack_header(replace(good, type=FrameType.OPEN, wire_bytes=2**31)),
+        "oversize_chunk": pack_header(
+            FrameHeader(FrameType.CHUNK, raw_bytes=2**31, wire_bytes=2**31, flags=FLAG_CHECKSUM)
+        ),
+        "empty_chunk": pack_header(FrameHeader(FrameType.CHUNK)),
+        "expanding_chunk": pack_header(FrameHeader(FrameType.CHUNK, raw_bytes=10, wire_bytes=20, codec=1)),
+        "malformed_open": pack_header(FrameHeader(FrameType.OPEN, wire_bytes=3)) + b"\xc1\xc1\xc1",
+        "hello_twice": pack_header(FrameHeader(FrameType.HELLO)),
+        "answer_of_a_receiver": pack_header(FrameHeader(FrameType.ACK)),
+    }
+
+
+@pytest.mark.parametrize("name", list(bad_frames()))
+async def test_broken_frame_ends_the_connection_with_the_reason(ends: Ends, name: str) -> None:
+    await ends.start()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            peer.hello(PREFILL, FINGERPRINT)
+            peer.receive_type(FrameType.WELCOME)
+            peer.send_bytes(bad_frames()[name])
+            assert peer.receive_reason(FrameType.REFUSE).reason in ("bad_frame", "oversize")
+            assert peer.ended()
+
+    await asyncio.to_thread(run)
+    counts = ends.receiver_seen.counts
+    eventually(lambda: counts["refused:bad_frame"] + counts["refused:oversize"] == 1)
+
+
+async def test_frame_before_hello_is_refused(ends: Ends) -> None:
+    await ends.start()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            peer.send(FrameHeader(FrameType.PING))
+            assert peer.receive_reason(FrameType.REFUSE).reason == "bad_frame"
+
+    await asyncio.to_thread(run)
+
+
+async def test_garbage_and_silent_connections_do_not_disturb_a_transfer(ends: Ends) -> None:
+    await ends.start()
+    address = split_address(ends.receiver.address)
+    idle = [socket.create_connection(address) for _ in range(20)]
+    try:
+        for _ in range(50):
+            with socket.create_connection(address) as sock:
+                sock.sendall(os.urandom(64))
+        ticket = ends.ticket(NUM_TOKENS)
+        slot = BytesSlot(ends.manifest(NUM_TOKENS))
+        expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+        outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+        outgoing.offer(make_pieces(slot.manifest))
+        outgoing.finish()
+        assert (await expected.wait()).complete
+        await outgoing.wait()
+    finally:
+        for sock in idle:
+            sock.close()
+
+
+class Opened:
+    """A raw peer with an open transfer that expects whole pieces of LAYOUT."""
+
+    def __init__(self, ends: Ends, peer: RawPeer, ticket: Ticket, *, generation: str = "g1") -> None:
+        self.peer = peer
+        self.key = transfer_key(ticket.transfer_id)
+        self.manifest = build_manifest(LAYOUT, ticket.num_tokens)
+        peer.hello(PREFILL, FINGERPRINT, generation=generation)
+        peer.receive_type(FrameType.WELCOME)
+        payload = OpenPayload(
+            ends.sign(ticket), self.manifest.digest, ticket.num_tokens, 1, 512, 1 << 20, layout_payload(LAYOUT)
+        )
+        peer.send(FrameHeader(FrameType.OPEN, self.key), payload)
+
+    def chunk(self, at: int, data: bytes, **changes: Any) -> None:
+        header = FrameHeader(
+            FrameType.CHUNK,
+            self.key,
+            at,
+            0,
+            len(data),
+            len(data),
+            0,
+            FLAG_CHECKSUM,
+            xxhash.xxh3_128_digest(data),
+        )
+        self.peer.send_bytes(pack_header(replace(header, **changes)) + data)
+
+
+async def test_late_and_duplicate_chunks_never_reach_a_fenced_slot(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            opened = Opened(ends, peer, ticket)
+            peer.receive_type(FrameType.ACCEPT)
+            first = b"\x01" * opened.manifest.pieces[0].nbytes
+            opened.chunk(0, first)
+            peer.receive_type(FrameType.ACK)
+            opened.chunk(0, b"\x02" * len(first))
+            peer.receive_type(FrameType.ACK)
+            assert bytes(slot.memory[0]) == first, "a duplicate does not overwrite"
+            # Half a chunk is on its way when the transfer ends.
+            second = b"\x03" * opened.manifest.pieces[1].nbytes
+            header = pack_header(FrameHeader(FrameType.CHUNK, opened.key, 1, 0, len(second), len(second), 0, 1))
+            peer.send_bytes(header + second[: len(second) // 2])
+            eventually(lambda: any(slot.memory[1]))
+            expected.fail(FallbackReason.PREFILL_FAILED, "the prefill leg failed")
+            before = [bytes(memory) for memory in slot.memory]
+            peer.send_bytes(second[len(second) // 2 :])
+            opened.chunk(2, b"\x04" * opened.manifest.pieces[2].nbytes)
+            assert peer.receive_reason(FrameType.FAIL).reason == "prefill_failed"
+            assert peer.receive_reason(FrameType.FAIL).reason == "prefill_failed"
+            assert [bytes(memory) for memory in slot.memory] == before
+
+    await asyncio.to_thread(run)
+    result = await expected.wait()
+    assert result.failure is FallbackReason.PREFILL_FAILED
+    assert result.prefix_tokens == 0
+    eventually(lambda: ends.receiver_seen.counts["dropped:fenced"] == 2)
+    assert ends.receiver_seen.counts["dropped:duplicate"] == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"piece": 999}, "bad_chunk"),
+        ({"offset": 7}, "bad_chunk"),
+        ({"offset": 1 << 40}, "bad_chunk"),
+        ({"flags": 0}, "checksum_missing"),
+    ],
+)
+async def test_chunk_outside_the_manifest_is_refused(ends: Ends, changes: dict[str, Any], reason: str) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            opened = Opened(ends, peer, ticket)
+            peer.receive_type(FrameType.ACCEPT)
+            opened.chunk(0, b"\x01" * opened.manifest.pieces[0].nbytes, **changes)
+            assert peer.receive_reason(FrameType.REFUSE).reason == reason
+
+    await asyncio.to_thread(run)
+    result = await expected.wait()
+    assert result.failure is FallbackReason.LINK_LOST
+    assert not any(any(memory) for memory in slot.memory)
+
+
+async def test_chunk_that_ends_in_the_middle_is_not_counted(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            opened = Opened(ends, peer, ticket)
+            peer.receive_type(FrameType.ACCEPT)
+            nbytes = opened.manifest.pieces[0].nbytes
+            header = pack_header(FrameHeader(FrameType.CHUNK, opened.key, 0, 0, nbytes, nbytes, 0, 1))
+            peer.send_bytes(header + bytes(1000))
+
+    await asyncio.to_thread(run)
+    result = await expected.wait()
+    assert (result.failure, result.stats.chunks) == (FallbackReason.LINK_LOST, 0)
+
+
+async def test_corrupt_chunk_is_asked_for_again_and_codec_bombs_are_not_decoded(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(1)
+    slot = BytesSlot(ends.manifest(1))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            opened = Opened(ends, peer, ticket)
+            peer.receive_type(FrameType.ACCEPT)
+            for piece in opened.manifest.pieces:
+                data = os.urandom(piece.nbytes)
+                for changes in ({"checksum": bytes(16)}, {"codec": 1}, {"codec": 2}):
+                    opened.chunk(piece.index, data, **changes)
+                    header, payload = peer.receive_type(FrameType.NACK)
+                    assert header.piece == piece.index
+                    assert b"checksum" in payload
+                opened.chunk(piece.index, data)
+                peer.receive_type(FrameType.ACK)
+            peer.receive_type(FrameType.COMPLETE)
+
+    await asyncio.to_thread(run)
+    assert (await expected.wait()).complete
+    assert ends.receiver_seen.counts["resent:checksum"] == 12
+
+
+async def test_chunk_of_another_run_or_peer_is_dropped(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    other = ends.pki.name("prefill-other", role="prefill").client()
+
+    def run() -> None:
+        with RawPeer(ends.receiver.address, prefill_context(ends)) as peer:
+            opened = Opened(ends, peer, ticket)
+            peer.receive_type(FrameType.ACCEPT)
+            data = b"\x01" * opened.manifest.pieces[0].nbytes
+            for context, name, generation in ((other, "prefill-other", "g1"), (prefill_context(ends), PREFILL, "g2")):
+                with RawPeer(ends.receiver.address, context) as thief:
+                    thief.hello(name, FINGERPRINT, generation=generation)
+                    thief.receive_type(FrameType.WELCOME)
+                    opened.peer = thief
+                    opened.chunk(0, data)
+                    thief.send(FrameHeader(FrameType.PING))
+                    thief.receive_type(FrameType.PONG)
+            # A second run of the sender shows the same ticket: a replay, and the first run goes on.
+            with RawPeer(ends.receiver.address, prefill_context(ends)) as second:
+                Opened(ends, second, ticket, generation="g2")
+                assert second.receive_reason(FrameType.FAIL).reason == "ticket_replayed"
+            assert not any(slot.memory[0])
+            opened.peer = peer
+            opened.chunk(0, data)
+            peer.receive_type(FrameType.ACK)
+
+    await asyncio.to_thread(run)
+    expected.fail(FallbackReason.PREFILL_LOST, "done")
+    assert (await expected.wait()).stats.chunks == 1
+    assert ends.receiver_seen.counts["dropped:wrong_peer"] == 2
+
+
+async def test_fail_reaches_the_other_side_at_once_in_both_directions(ends: Ends) -> None:
+    await ends.start()
+    for side in ("sender", "receiver"):
+        ticket = ends.ticket(NUM_TOKENS)
+        slot = BytesSlot(ends.manifest(NUM_TOKENS))
+        expected = ends.receiver.expect(ticket, slot, timeout_s=30)
+        outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=30)
+        outgoing.offer(make_pieces(slot.manifest)[:2])
+        if side == "sender":
+            outgoing.fail(FallbackReason.PREFILL_FAILED, "out of memory")
+        else:
+            expected.fail(FallbackReason.PREFILL_REFUSED, "the client left")
+        async with asyncio.timeout(2):
+            result, error = await asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
+        assert isinstance(result, ReceiveResult)
+        assert isinstance(error, TransferError)
+        assert result.failure == error.reason
+        for text in (result.detail, str(error)):
+            assert text in ("out of memory", "the client left")
+
+
+async def test_token_never_appears_in_the_log(ends: Ends, logged: list[Any]) -> None:
+    await ends.start()
+    ticket = ends.ticket(NUM_TOKENS, issued_unix_s=0.0, expires_unix_s=1.0)
+    token = ends.sign(ticket)
+    await attempt(ends, ticket, token)
+    assert logged
+    assert token not in str(logged)
+    assert token.split(".")[1] not in str(logged)
