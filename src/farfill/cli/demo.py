@@ -77,13 +77,16 @@ async def _stream(
     async with session.post(path, json=body, headers={"X-Request-Id": request_id}) as response:
         if response.status != 200:
             raise DemoFailedError(f"{prompt.title}: {response.status}: {(await response.text())[:500]}")
+        done = False
+        # Read to the very end: leaving at [DONE] could look like a client that left early.
         async for line in response.content:
             data = line.decode().removeprefix("data: ").strip()
             if data == "[DONE]":
-                return
-            if data:
+                done = True
+            elif data:
                 yield _piece(prompt, json.loads(data), chat)
-    raise DemoFailedError(f"{prompt.title}: the stream ended early")
+    if not done:
+        raise DemoFailedError(f"{prompt.title}: the stream ended early")
 
 
 def _piece(prompt: DemoPrompt, event: dict[str, Any], chat: bool) -> str:

@@ -27,6 +27,8 @@ def report(answer: DemoAnswer) -> RenderableType:
 def _rows(record: RequestRecord) -> list[tuple[str, str]]:
     rows = [("prompt", f"{_count(record.prompt_tokens)} tokens, {_count(record.cached_tokens)} of them cached")]
     rows.append(("prefilled", f"{_where(record)}: {_why(record)}"))
+    if record.outcome != "ok":
+        rows.append(("outcome", record.outcome))
     if record.fallback != "none":
         detail = f" ({record.fallback_detail})" if record.fallback_detail else ""
         rows.append(("fallback", f"{record.fallback}{detail}"))
