@@ -35,7 +35,9 @@ class LoadedTokenizer:
     vocab_size: int
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of `text`. Blocks; releases the GIL while it works."""
+        """Token ids of `text`. Blocks; a long text releases the GIL while it works."""
+        if len(text) < INLINE_CHARS:  # over in a millisecond, without a hand-over to the library's threads
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:

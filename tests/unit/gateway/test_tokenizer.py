@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from farfill.core.errors import ConfigError, InvalidRequestError
-from farfill.gateway.tokenizer import TokenizerPool, load_tokenizer
+from farfill.gateway.tokenizer import INLINE_CHARS, TokenizerPool, load_tokenizer
 from support.tiny_tokenizer import BOS_ID, write_model_folder
 
 
@@ -28,6 +28,13 @@ def test_long_prompts_are_never_cut_even_if_the_file_asks_for_it(tmp_path: Path)
     tokenizer["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     path.write_text(json.dumps(tokenizer))
     assert len(load_tokenizer(tmp_path).encode("x" * 100, add_special_tokens=False)) == 100
+
+
+def test_short_and_long_texts_are_tokenized_alike(tmp_path: Path) -> None:
+    model = load_tokenizer(write_model_folder(tmp_path))
+    text = "né 日 x" * INLINE_CHARS
+    short = text[:100]
+    assert model.encode(text, add_special_tokens=True)[:50] == model.encode(short, add_special_tokens=True)[:50]
 
 
 def test_template_in_tokenizer_config_is_found_and_the_file_wins(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -197,7 +197,7 @@ class Dispatcher:
         )
 
     def _decode_command(self, job: Job, token: str) -> DecodeCommand:
-        fields = asdict(job.sampling)
+        fields = {name: getattr(job.sampling, name) for name in SamplingMessage.__struct_fields__}
         fields["stop"] = list(job.sampling.stop)
         fields["stop_token_ids"] = list(job.sampling.stop_token_ids)
         return DecodeCommand(
