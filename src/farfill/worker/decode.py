@@ -159,6 +159,12 @@ class DecodeService:
         if not command.ticket:
             return PromptKV()
         ticket = self.verifier.verify(command.ticket)
+        if ticket.fingerprint != self.engine.info.fingerprint:
+            mismatch = PromptKV(
+                fallback=FallbackReason.FINGERPRINT_MISMATCH,
+                detail="the ticket is for another model fingerprint than this worker serves",
+            )
+            return self._fallen_back(command, mismatch, ticket.transfer_id)
         try:
             slot = self.engine.reserve(work)
         except CapacityError as error:

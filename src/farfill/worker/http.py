@@ -12,6 +12,7 @@ from aiohttp import web
 from farfill.core.errors import (
     CapacityError,
     FarfillError,
+    IncompatiblePeerError,
     InvalidRequestError,
     TicketError,
     UnavailableError,
@@ -40,11 +41,13 @@ def message_response(message: msgspec.Struct, status: int = 200) -> web.Response
 
 
 def error_response(error: FarfillError) -> web.Response:
-    """The status a peer needs: 400 its fault, 403 not allowed, 503 try elsewhere or later, 500 ours."""
+    """400: its fault. 403: not allowed. 409: not our kind. 503: elsewhere or later. 500: ours."""
     if isinstance(error, InvalidRequestError):
         status = 400
     elif isinstance(error, TicketError):
         status = 403
+    elif isinstance(error, IncompatiblePeerError):
+        status = 409
     elif isinstance(error, CapacityError | UnavailableError) or error.retryable:
         status = 503
     else:

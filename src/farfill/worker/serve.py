@@ -176,11 +176,11 @@ def _instance(parts: _Parts) -> Instance:
 @contextlib.asynccontextmanager
 async def _http_server(deps: WorkerDeps, listen: str, context: ssl.SSLContext) -> AsyncIterator[None]:
     # handler_cancellation: a gateway that goes away must end the work it asked for.
-    runner = web.AppRunner(build_worker_app(deps), handler_cancellation=True, access_log=None)
+    runner = web.AppRunner(build_worker_app(deps), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     host, port = listen.rsplit(":", 1)
     try:
-        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context, shutdown_timeout=1.0).start()
+        await web.TCPSite(runner, host.strip("[]"), int(port), ssl_context=context).start()
         yield
     finally:
         await runner.cleanup()

@@ -1,0 +1,274 @@
+"""A request through a prefill and a decode worker: the same tokens whatever fails, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from farfill.core.cluster import FallbackReason
+from farfill.wire.control import FailTransferCommand
+from support.transfer_harness import DECODE, PREFILL
+from support.worker_harness import CHUNK, RefusedError, TwoWorkers
+
+LENGTH = 5 * CHUNK + 7
+
+
+async def remote(two: TwoWorkers, prompt: list[int], **options):
+    """Both legs at the same moment, as a gateway starts them."""
+    ticket = two.ticket(prompt)
+    return await asyncio.gather(two.prefill(prompt, ticket), two.decode(prompt, ticket, **options))
+
+
+@pytest.mark.parametrize("length", [2, CHUNK, CHUNK + 1, CHUNK + 2, LENGTH])
+async def test_far_prefill_gives_the_tokens_of_local_prefill(tmp_path: Path, length: int):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(length)
+        report, answer = await remote(two, prompt)
+        assert answer.tokens == two.expected(prompt)
+        assert answer.start.prefilled_at == "remote"
+        assert answer.start.fallback == "none"
+        assert answer.start.received_tokens == report.computed_tokens == length - 1
+        assert answer.start.computed_tokens == answer.start.cached_tokens == 0
+        assert answer.start.raw_bytes == report.raw_bytes > 0
+        assert two.metric(PREFILL, "farfill_prefill_tokens_total", source="computed") == length - 1
+        assert two.metric(DECODE, "farfill_transfers_total", outcome="ok") == 1
+
+
+@pytest.mark.parametrize("length", [10, LENGTH])
+async def test_windows_travel_too_and_alone_cannot_be_resumed(tmp_path: Path, length: int):
+    async with TwoWorkers.running(tmp_path, window_tokens=20) as two:
+        prompt = two.prompt(length)
+        _, answer = await remote(two, prompt)
+        assert answer.tokens == two.expected(prompt)
+        assert answer.start.prefilled_at == "remote"
+        full, window = two.row_bytes
+        assert answer.start.raw_bytes == (length - 1) * full + min(length - 1, 20) * window
+
+
+async def test_local_prompt_of_one_token_is_served(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(1)
+        answer = await two.decode(prompt)
+        assert answer.tokens == two.expected(prompt)
+        assert answer.start.prefilled_at == "local"
+
+
+async def test_choices_share_one_prefill(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        report, answer = await remote(two, prompt, n=3)
+        assert answer.tokens.count(two.expected(prompt)[0]) >= 3
+        assert len(answer.tokens) == 3 * 12
+        assert report.computed_tokens == LENGTH - 1
+
+
+async def test_failure_told_by_the_gateway_falls_back_with_its_reason(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        ticket = two.ticket(prompt)
+        waiting = asyncio.create_task(two.decode(prompt, ticket, timeout_s=15.0))
+        await two.until(lambda: two.ends.receiver.held_transfers() == 1)
+        await two.fail(ticket.transfer_id, FailTransferCommand(reason="prefill_unreachable", detail="refused"))
+        answer = await waiting
+        assert answer.tokens == two.expected(prompt)
+        assert (answer.start.prefilled_at, answer.start.fallback) == ("local", "prefill_unreachable")
+        assert answer.start.computed_tokens == LENGTH - 1
+        assert two.metric(DECODE, "farfill_worker_fallbacks_total", reason="prefill_unreachable") == 1
+
+
+async def test_failure_told_before_the_wait_began_counts_too(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        ticket = two.ticket(prompt)
+        await two.fail(ticket.transfer_id, FailTransferCommand(reason="prefill_lost"))
+        answer = await two.decode(prompt, ticket, timeout_s=15.0)
+        assert answer.tokens == two.expected(prompt)
+        assert answer.start.fallback == "prefill_lost"
+
+
+async def test_silent_far_side_times_out_and_is_computed_here(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        answer = await two.decode(prompt, two.ticket(prompt), timeout_s=0.2)
+        assert answer.tokens == two.expected(prompt)
+        assert answer.start.fallback == "transfer_timeout"
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+async def test_failed_prefill_resumes_from_the_chunks_that_arrived(tmp_path: Path, chunks: int):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        expected = two.expected(prompt)
+        ticket = two.ticket(prompt)
+        two.gates[PREFILL].hold("prefill", after=chunks)
+        prefilling = asyncio.create_task(two.prefill(prompt, ticket))
+        decoding = asyncio.create_task(two.decode(prompt, ticket, timeout_s=15.0))
+        pieces_per_chunk = len(two.decode_engine.info.layout.tensors)
+        received = two.ends.receiver_seen.counts
+        await two.until(lambda: received["received:none"] == chunks * pieces_per_chunk)
+        prefilling.cancel()
+        await asyncio.wait([prefilling])
+        answer = await decoding
+        two.gates[PREFILL].release()
+        assert answer.tokens == expected
+        assert answer.start.received_tokens == chunks * CHUNK
+        assert answer.start.computed_tokens == LENGTH - 1 - chunks * CHUNK
+        assert answer.start.fallback == "prefill_lost"
+
+
+async def test_engine_error_far_away_is_told_at_once(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        expected = two.expected(prompt)
+
+        def broken(kind: str) -> None:
+            raise RuntimeError("cosmic ray")
+
+        two.prefill_engine.executor.step = broken
+        ticket = two.ticket(prompt)
+        prefilling = asyncio.create_task(two.prefill(prompt, ticket))
+        answer = await two.decode(prompt, ticket, timeout_s=15.0)
+        with pytest.raises(RefusedError, match="cosmic ray"):
+            await prefilling
+        assert answer.tokens == expected
+        assert answer.start.fallback == "prefill_failed"
+
+
+async def test_without_fallback_the_answer_is_503_with_retry_after(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        with pytest.raises(RefusedError) as refused:
+            await two.decode(prompt, two.ticket(prompt), timeout_s=0.2, allow_fallback=False)
+        assert refused.value.status == 503
+        assert refused.value.body.reason == "transfer_timeout"
+        assert int(refused.value.headers["Retry-After"]) >= 1
+
+
+async def test_no_kv_memory_to_receive_falls_back_and_waits_its_turn(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        engine = two.decode_engine
+        prompt = two.prompt(LENGTH)
+        expected = two.expected(prompt)
+        per_token = engine.info.layout.bytes_per_token
+        room = engine.info.max_context_tokens - 32
+        big = two.prompt(engine.info.kv_total_bytes // per_token - 64) if room <= 0 else two.prompt(room)
+        two.gates[DECODE].hold("decode")
+        hogs = [
+            asyncio.create_task(two.decode(big, max_tokens=16, request_id=f"hog-{i}"))
+            for i in range(engine.info.kv_total_bytes // (per_token * len(big)) + 1)
+        ]
+        await two.until(lambda: engine.load().waiting_sequences > 0)
+        ticket = two.ticket(prompt)
+        waiting = asyncio.create_task(two.decode(prompt, ticket))
+        await two.until(lambda: two.metric(DECODE, "farfill_worker_fallbacks_total", reason="kv_memory") == 1)
+        two.gates[DECODE].release()
+        answer = await waiting
+        assert answer.tokens == expected
+        assert answer.start.fallback == str(FallbackReason.KV_MEMORY)
+        for hog in hogs:
+            assert len((await hog).tokens) == 16
+
+
+async def test_client_that_leaves_while_kv_is_on_its_way_frees_both_sides(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        ticket = two.ticket(prompt)
+        two.gates[PREFILL].hold("prefill", after=2)
+        legs = [
+            asyncio.create_task(two.prefill(prompt, ticket, timeout_s=15.0)),
+            asyncio.create_task(two.decode(prompt, ticket, timeout_s=15.0)),
+        ]
+        await two.until(lambda: two.ends.receiver_seen.counts["received:none"] > 0)
+        for leg in legs:
+            leg.cancel()
+        await asyncio.wait(legs)
+        two.gates[PREFILL].release()
+        await two.idle()
+        assert two.metric(DECODE, "farfill_worker_requests_total", outcome="cancelled") == 1
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_client_that_leaves_during_local_work_frees_it(tmp_path: Path, phase: str):
+    async with TwoWorkers.running(tmp_path) as two:
+        two.gates[DECODE].hold(phase, after=2)
+        leg = asyncio.create_task(two.decode(two.prompt(LENGTH), max_tokens=64))
+        await asyncio.to_thread(two.gates[DECODE].entered.wait, 10.0)
+        leg.cancel()
+        await asyncio.wait([leg])
+        two.gates[DECODE].release()
+        await two.idle()
+        await two.until(lambda: two.metric(DECODE, "farfill_worker_requests_total", outcome="cancelled") == 1)
+
+
+async def test_generation_that_breaks_after_its_first_token_ends_with_an_error(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        steps = iter(range(1000))
+
+        def break_later(kind: str) -> None:
+            if kind == "decode" and next(steps) >= 3:
+                raise RuntimeError("lost the device")
+
+        two.decode_engine.executor.step = break_later
+        answer = await two.decode(two.prompt(40))
+        assert len(answer.tokens) == 3
+        assert answer.failed is not None
+        assert "lost the device" in answer.failed.message
+        assert answer.events[-1] is answer.failed
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "reason"),
+    [
+        ({"prefill": "another"}, 403, "ticket_wrong_peer"),
+        ({"expires_unix_s": 1.0}, 403, "ticket_expired"),
+        ({"fingerprint": "0" * 64}, 409, "fingerprint_mismatch"),
+        ({"num_tokens": 5}, 400, "invalid_request"),
+    ],
+)
+async def test_prefill_refuses_a_ticket_that_does_not_fit(tmp_path: Path, changes, status: int, reason: str):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        with pytest.raises(RefusedError) as refused:
+            await two.prefill(prompt, two.ticket(prompt, **changes))
+        assert (refused.value.status, refused.value.body.reason) == (status, reason)
+
+
+async def test_other_fingerprint_far_away_is_refused_before_any_byte(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path, far_fingerprint="0" * 64) as two:
+        prompt = two.prompt(LENGTH)
+        ticket = two.ticket(prompt, fingerprint="0" * 64)
+        expected = two.expected(prompt)
+        prefilling = asyncio.create_task(two.prefill(prompt, ticket))
+        answer = await two.decode(prompt, ticket)
+        assert answer.tokens == expected
+        assert answer.start.fallback == "fingerprint_mismatch"
+        with pytest.raises(RefusedError):
+            await prefilling
+        assert two.ends.receiver_seen.counts["received:none"] == 0
+
+
+async def test_only_gateways_of_this_version_are_served(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        worker = two.ends.pki.name("prefill-other", role="prefill", site="far").client()
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=worker)) as session:
+            async with session.post(two.urls[DECODE] + "/v1/decode", data=b"") as response:
+                assert response.status == 403
+            async with session.get(two.urls[DECODE] + "/metrics") as response:
+                assert b"farfill_held_transfers" in await response.read()
+        async with two.session.post(
+            two.urls[DECODE] + "/v1/decode", data=b"", headers={"x-farfill-protocol": "99"}
+        ) as response:
+            assert response.status == 426
+        async with two.session.post(two.urls[DECODE] + "/v1/decode", data=b"\xc1") as response:
+            assert response.status == 400
+
+
+@pytest.mark.parametrize(("token_ids", "max_tokens"), [([], 4), ([33] * 5000, 4), ([33], 5000), ([33], 0), ([999], 4)])
+async def test_impossible_commands_are_refused(tmp_path: Path, token_ids, max_tokens: int):
+    async with TwoWorkers.running(tmp_path) as two:
+        with pytest.raises(RefusedError) as refused:
+            await two.decode(token_ids, max_tokens=max_tokens)
+        assert refused.value.status == 400
