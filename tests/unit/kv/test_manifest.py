@@ -1,0 +1,96 @@
+"""The manifest: what pieces a prompt's KV consists of, and which prefix an incomplete set allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from farfill.core.errors import InvalidRequestError
+from farfill.core.layout import KVLayout, TensorKind, TensorLayout
+from farfill.kv.manifest import build_manifest
+
+FULL = KVLayout((TensorLayout(0, "k", TensorKind.FULL, "bfloat16", (2, 8)),), 64)
+MIXED = KVLayout(
+    (
+        *FULL.tensors,
+        TensorLayout(1, "c", TensorKind.LATENT, "float32", (12,)),
+        TensorLayout(2, "k", TensorKind.WINDOW, "bfloat16", (4,), window_tokens=100),
+        TensorLayout(3, "s", TensorKind.RECURRENT, "float32", (2, 4, 4)),
+        TensorLayout(3, "x", TensorKind.CONV, "bfloat16", (3, 5)),
+    ),
+    64,
+)
+layouts = st.sampled_from([FULL, MIXED])
+
+
+@given(layouts, st.integers(1, 1000))
+def test_growing_tensors_are_covered_once_and_in_order(layout: KVLayout, num_tokens: int) -> None:
+    manifest = build_manifest(layout, num_tokens)
+    assert [piece.index for piece in manifest.pieces] == list(range(len(manifest.pieces)))
+    assert [p.prefill_chunk for p in manifest.pieces] == sorted(p.prefill_chunk for p in manifest.pieces)
+    for index, tensor in enumerate(layout.tensors):
+        pieces = [p for p in manifest.pieces if p.tensor == index]
+        if tensor.kind.grows:
+            assert [p.start_token for p in pieces] == list(range(0, num_tokens, 64))
+            assert [p.end_token for p in pieces] == [*list(range(64, num_tokens, 64)), num_tokens]
+            assert sum(p.nbytes for p in pieces) == num_tokens * tensor.row_bytes
+        else:
+            assert len(pieces) == 1
+            assert pieces[0].prefill_chunk == manifest.num_prefill_chunks - 1
+
+
+@given(st.integers(1, 1000))
+def test_window_sends_only_its_last_tokens(num_tokens: int) -> None:
+    piece = next(p for p in build_manifest(MIXED, num_tokens).pieces if p.tensor == 2)
+    assert (piece.start_token, piece.end_token) == (max(0, num_tokens - 100), num_tokens)
+    assert piece.nbytes == min(100, num_tokens) * 8
+
+
+@given(layouts, st.integers(1, 600), st.data())
+def test_incomplete_set_allows_whole_chunks_from_the_start_only(
+    layout: KVLayout, num_tokens: int, data: st.DataObject
+) -> None:
+    manifest = build_manifest(layout, num_tokens)
+    held = data.draw(st.sets(st.integers(0, len(manifest.pieces) - 1)))
+    tokens = manifest.complete_prefix_tokens(held)
+    if len(held) == len(manifest.pieces):
+        assert tokens == num_tokens
+    elif not layout.resumable:
+        assert tokens == 0
+    else:
+        assert tokens % 64 == 0
+        assert all(p.index in held for p in manifest.pieces if p.end_token <= tokens)
+        assert not all(p.index in held for p in manifest.pieces if p.start_token == tokens)
+
+
+def test_digest_depends_on_every_part_of_the_layout() -> None:
+    first = MIXED.tensors[0]
+    variants = [
+        MIXED,
+        replace(MIXED, prefill_chunk_tokens=128),
+        replace(MIXED, version=2),
+        replace(MIXED, tensors=MIXED.tensors[1:]),
+        replace(MIXED, tensors=MIXED.tensors[::-1]),
+        *(
+            replace(MIXED, tensors=(replace(first, **change), *MIXED.tensors[1:]))
+            for change in (
+                {"layer": 7},
+                {"name": "q"},
+                {"kind": TensorKind.LATENT},
+                {"dtype": "float16"},
+                {"row_shape": (8, 2)},
+            )
+        ),
+    ]
+    digests = {build_manifest(layout, 200).digest for layout in variants}
+    digests.add(build_manifest(MIXED, 201).digest)
+    assert len(digests) == len(variants) + 1
+    assert build_manifest(MIXED, 200).digest == build_manifest(replace(MIXED), 200).digest
+
+
+def test_no_tokens_make_no_manifest() -> None:
+    with pytest.raises(InvalidRequestError):
+        build_manifest(FULL, 0)
