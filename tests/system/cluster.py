@@ -94,16 +94,16 @@ class Cluster:
 
     def stop(self, name: str) -> int | None:
         """SIGTERM, and the exit status (that of SIGKILL when it did not stop in time)."""
-        child = self._children.pop(name)
-        child.signal(signal.SIGTERM)
-        if not child.wait(STOP_DEADLINE_S):
-            child.signal(signal.SIGKILL)
-            child.wait(STOP_DEADLINE_S)
-        return child.exit_code
+        self._children[name].signal(signal.SIGTERM)
+        return self._stopped(name)
 
     def stop_all(self) -> dict[str, int | None]:
-        """Exit status of every process still running."""
-        return {name: self.stop(name) for name in reversed(list(self._children))}
+        """Exit status of every process still running. The registry goes last: the others say goodbye to it."""
+        others = [name for name in self._children if name != "registry"]
+        for name in others:
+            self._children[name].signal(signal.SIGTERM)
+        statuses = {name: self._stopped(name) for name in others}
+        return {**statuses, **{name: self.stop(name) for name in list(self._children)}}
 
     def wait_known(self, names: set[str], *, url: str | None = None) -> None:
         """Wait until the gateway knows exactly these workers as ready."""
@@ -134,6 +134,13 @@ class Cluster:
         """The gateway's client and a scraper of all members."""
         async with self.client() as client, scraper(self.loaded) as scraping:
             yield client, scraping
+
+    def _stopped(self, name: str) -> int | None:
+        child = self._children.pop(name)
+        if not child.wait(STOP_DEADLINE_S):
+            child.signal(signal.SIGKILL)
+            child.wait(STOP_DEADLINE_S)
+        return child.exit_code
 
 
 def local_plan(model_dir: Path, name: str, **changes: Any) -> LocalPlan:

@@ -54,7 +54,10 @@ def parity(
     lengths: Annotated[str, typer.Option(help="Prompt lengths in tokens, from the built-in prose.")] = _LENGTHS,
     tokens: Annotated[int, typer.Option(min=1, help="Output tokens of each run.")] = DEFAULT_OUTPUT_TOKENS,
     repeat: Annotated[int, typer.Option(min=1, help="Rounds over the lengths, each with other text.")] = 1,
-    concurrency: Annotated[int, typer.Option(min=1, help="Prompts compared at the same time.")] = 1,
+    concurrency: Annotated[
+        int,
+        typer.Option(min=1, help="Prompts compared at once; from 2 on decode is batched, which rounds differently."),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
     start: Annotated[bool, typer.Option("--up", help="Start a cluster for this run, and stop it.")] = False,
     model: Annotated[str, typer.Option(help="With --up: smollm2 or gemma3.")] = "smollm2",
