@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Silent where nobody watches (CI); otherwise pip shows what it downloads.
+QUIET := $(shell test -t 2 || echo -qq)
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt
 ARGS ?=
 
 .DEFAULT_GOAL := help
