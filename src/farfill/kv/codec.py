@@ -89,26 +89,33 @@ class ChunkCodec:
             raise ProtocolError(f"zstd: {error}", reason="bad_codec_stream") from error
 
 
-def choose_codec(samples: Mapping[Codec, CodecSample], link_bytes_per_s: float | None, lanes: int) -> Codec:
-    """The codec with the least estimated time per raw byte over a link of `link_bytes_per_s`.
+def choose_codec(
+    samples: Mapping[Codec, CodecSample],
+    link_bytes_per_s: float | None,
+    lanes: int,
+    achieved: Mapping[Codec, float] | None = None,
+) -> Codec:
+    """The codec with the most raw bytes per second over a link of `link_bytes_per_s`.
 
-    The stages (encode on up to `lanes` cores, link, decode on as many) overlap, so the slowest decides.
+    Estimated: encode on up to `lanes` cores, link and decode overlap, so the slowest stage decides. What was
+    `achieved` (raw bytes per second, by codec) overrules the estimate: other work may need the cores too.
     `none` until link and codec were measured, and unless the gain is worthwhile.
     """
-    if not link_bytes_per_s:
+    achieved = achieved or {}
+    plain = achieved.get(Codec.NONE) or link_bytes_per_s
+    if not link_bytes_per_s or not plain:
         return Codec.NONE
-    plain = 1.0 / link_bytes_per_s
-    best, best_cost = Codec.NONE, plain * WORTHWHILE
+    best, best_rate = Codec.NONE, plain / WORTHWHILE
     for codec, sample in samples.items():
         if codec is Codec.NONE:
             continue
-        cost = max(
-            plain / sample.ratio,
-            1.0 / (sample.encode_bytes_per_s * lanes),
-            1.0 / (sample.decode_bytes_per_s * lanes),
+        rate = achieved.get(codec) or min(
+            link_bytes_per_s * sample.ratio,
+            sample.encode_bytes_per_s * lanes,
+            sample.decode_bytes_per_s * lanes,
         )
-        if cost < best_cost:
-            best, best_cost = codec, cost
+        if rate > best_rate:
+            best, best_rate = codec, rate
     return best
 
 

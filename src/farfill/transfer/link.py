@@ -19,8 +19,9 @@ from farfill.clock import Clock
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolError
-from farfill.kv.codec import ChunkCodec, Codec, CodecSample, choose_codec
+from farfill.kv.codec import ChunkCodec, Codec
 from farfill.topology.estimate import LinkEstimate
+from farfill.transfer.adapt import CodecChooser, measure_codecs
 from farfill.transfer.events import Control, LinkUp, PeerCompleted, Tick
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
@@ -43,8 +44,6 @@ BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
 # Without a transfer to serve, an unreachable peer is left alone after so many attempts per connection.
 IDLE_DIALS = 3
-SAMPLE_BYTES = 256 * 1024
-SAMPLE_EVERY_S = 30.0
 
 _log = structlog.get_logger(__name__)
 
@@ -77,8 +76,7 @@ class PeerLink:
         self._turn: deque[PushedTransfer] = deque()
         self._control: deque[tuple[PushedTransfer, Control | ReasonPayload]] = deque()
         self._unsettled_bytes = 0
-        self._samples: dict[Codec, CodecSample] = {}
-        self._sampled_s = float("-inf")
+        self._chooser = CodecChooser(min(config.connections, os.cpu_count() or 1))
         self._slots = [_Slot(self, number) for number in range(config.connections)]
 
     # For the sender
@@ -140,17 +138,21 @@ class PeerLink:
 
     def sent(self, wire_bytes: int, codec: Codec) -> None:
         with self._lock:
+            now_s = self.clock.now_s()
             self._unsettled_bytes += wire_bytes
-            self.estimate.busy(self.clock.now_s(), at_full_rate=codec is Codec.NONE)
+            self.estimate.busy(now_s, at_full_rate=codec is Codec.NONE)
+            self._chooser.sent(codec, now_s)
 
-    def settled(self, wire_bytes: int, *, arrived: bool) -> None:
+    def settled(self, wire_bytes: int, raw_bytes: int) -> None:
         if not wire_bytes:
             return
         with self._lock:
+            now_s = self.clock.now_s()
             self._unsettled_bytes -= wire_bytes
+            still_busy = self._unsettled_bytes > 0
             before = self.estimate.rate_bytes_per_s
-            arrived_bytes = wire_bytes if arrived else 0
-            self.estimate.acknowledged(arrived_bytes, self.clock.now_s(), still_busy=self._unsettled_bytes > 0)
+            self.estimate.acknowledged(wire_bytes if raw_bytes else 0, now_s, still_busy=still_busy)
+            self._chooser.confirmed(raw_bytes, now_s, still_busy=still_busy)
             rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
         if rate != before:
             self.observer.link(self.peer_name, rate, rtt_s)
@@ -159,19 +161,13 @@ class PeerLink:
         if self.config.compression != "auto":
             return Codec[self.config.compression.upper()]
         with self._lock:
-            now_s = self.clock.now_s()
-            due = now_s - self._sampled_s >= SAMPLE_EVERY_S
-            if due:
-                self._sampled_s = now_s
-        if due:
-            piece = sample[: min(len(sample), SAMPLE_BYTES) // item_bytes * item_bytes]
-            samples = {kind: measure(codec, kind, piece, item_bytes) for kind in (Codec.LZ4, Codec.ZSTD)}
+            wants_sample = self._chooser.wants_sample(self.clock.now_s())
+        if wants_sample:
+            samples = measure_codecs(codec, sample, item_bytes)
             with self._lock:
-                self._samples = samples
-            return Codec.NONE  # the one that also measures the link: an encoder may be slower than it
+                self._chooser.sampled(samples)
         with self._lock:
-            lanes = min(self.config.connections, os.cpu_count() or 1)
-            return choose_codec(self._samples, self.estimate.rate_bytes_per_s, lanes)
+            return self._chooser.choose(self.estimate.rate_bytes_per_s)
 
     def ended(self, transfer: PushedTransfer) -> None:
         with self._lock:
@@ -276,20 +272,6 @@ class PeerLink:
     def _wake(self) -> None:
         for slot in self._slots:
             slot.waker.wake()
-
-
-def measure(codec: ChunkCodec, kind: Codec, sample: memoryview, item_bytes: int) -> CodecSample:
-    """Ratio and speed of `kind` on `sample` on this core now."""
-    if not len(sample):
-        return CodecSample(1.0, 1.0, 1.0)
-    start_s = time.perf_counter()
-    used, wire = codec.encode(kind, sample, item_bytes)
-    encoded_s = time.perf_counter()
-    codec.decode_into(used, wire, item_bytes, memoryview(bytearray(len(sample))))
-    decoded_s = time.perf_counter()
-    return CodecSample(
-        len(sample) / len(wire), len(sample) / (encoded_s - start_s), len(sample) / (decoded_s - encoded_s)
-    )
 
 
 class _Slot:

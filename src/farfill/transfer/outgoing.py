@@ -76,13 +76,13 @@ class Link(Protocol):
     def chunks_ready(self) -> None: ...
 
     def codec_for(self, sample: memoryview, item_bytes: int, codec: ChunkCodec) -> Codec:
-        """The codec a transfer shall use; `sample` are bytes of it to measure with, if need be."""
+        """The codec for these bytes; they also serve as a sample, if one is due."""
         ...
 
     def sent(self, wire_bytes: int, codec: Codec) -> None: ...
 
-    def settled(self, wire_bytes: int, *, arrived: bool) -> None:
-        """Bytes reported by `sent` were acknowledged, or will never be."""
+    def settled(self, wire_bytes: int, raw_bytes: int) -> None:
+        """Bytes reported by `sent` are no longer outstanding; `raw_bytes` of them arrived."""
         ...
 
     def ended(self, transfer: PushedTransfer) -> None: ...
@@ -141,7 +141,6 @@ class PushedTransfer:
         self._began_s = clock.now_s()
         self._machine = SenderMachine(manifest, options.limits, self._began_s)
         self._bytes: dict[int, memoryview] = {}
-        self._codec: Codec | None = None
         self._readers = 0
         self._detached = False
         self._leaving: dict[OutgoingFrame, int] = {}
@@ -290,11 +289,13 @@ class PushedTransfer:
         grid = self._machine.grid
         if grid is None:
             raise ProtocolError(f"{header.type.name} before ACCEPT", reason="bad_frame")
-        chunk = grid.find(header.piece, header.offset).index
+        found = grid.find(header.piece, header.offset)
+        chunk = found.index
+        acknowledged = header.type is FrameType.ACK
         with self._lock:
             wire_bytes = self._unsettled.pop(chunk, 0)
-        self._link.settled(wire_bytes, arrived=True)
-        if header.type is FrameType.ACK:
+        self._link.settled(wire_bytes, found.nbytes if acknowledged else 0)
+        if acknowledged:
             self.handle(Acked(chunk))
         else:
             self.handle(Nacked(chunk, header.attempt, known_reason(decode_payload(ReasonPayload, payload).reason)))
@@ -334,7 +335,7 @@ class PushedTransfer:
         with self._lock:
             wire_bytes = self._unsettled.pop(chunk, 0)
             self._resent += 1
-        self._link.settled(wire_bytes, arrived=False)
+        self._link.settled(wire_bytes, 0)
         self._observer.resent(reason)
 
     def _take(self, connection: int) -> _Order | None:
@@ -356,9 +357,7 @@ class PushedTransfer:
         chunk, raw = order.chunk, order.raw
         tensor = self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
         item_bytes = DTYPE_BYTES[tensor.dtype]
-        if self._codec is None:
-            self._codec = self._link.codec_for(raw, item_bytes, codec)
-        used, wire = codec.encode(self._codec, raw, item_bytes)
+        used, wire = codec.encode(self._link.codec_for(raw, item_bytes, codec), raw, item_bytes)
         header = FrameHeader(
             FrameType.CHUNK,
             self.key,
@@ -392,7 +391,7 @@ class PushedTransfer:
         with self._lock:
             leaving = list(self._leaving)
             unsettled, self._unsettled = sum(self._unsettled.values()), {}
-        self._link.settled(unsettled, arrived=False)
+        self._link.settled(unsettled, 0)
         for frame in leaving:
             frame.detach()
         self._detached = True
