@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from farfill.core.cluster import FallbackReason
+from farfill.core.errors import TransferError
 from farfill.transport.memory import MemoryNetwork
 from support.transfer_harness import (
     DECODE,
@@ -136,3 +137,79 @@ async def test_transfer_in_memory_arrives_bit_equal(ends: Ends) -> None:
 
 def key_count(ends: Ends) -> int:
     return len(ends.receiver._parked)
+
+
+def test_transfer_works_on_uvloop(tmp_path: Path) -> None:
+    uvloop = pytest.importorskip("uvloop")
+
+    async def run() -> None:
+        ends = Ends(tmp_path)
+        await ends.start()
+        await move(ends)
+        await ends.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(run())
+    assert transfer_threads() == []
+
+
+async def test_wait_that_is_cancelled_does_not_end_the_transfer(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    slot = BytesSlot(ends.manifest(600))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+    for waiting in (expected.wait(), outgoing.wait()):
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(waiting, 0.01)
+    assert ends.receiver.held_transfers() == 1
+    outgoing.offer(make_pieces(slot.manifest))
+    outgoing.finish()
+    assert (await expected.wait()).complete
+    await outgoing.wait()
+
+
+async def test_fail_is_idempotent_and_harmless_after_the_end(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    slot = BytesSlot(ends.manifest(600))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    for _ in range(2):
+        expected.fail(FallbackReason.PREFILL_REFUSED, "no room")
+    assert ends.receiver.held_transfers() == 0
+    result = await expected.wait()
+    assert (result.failure, result.detail, result.prefix_tokens) == (FallbackReason.PREFILL_REFUSED, "no room", 0)
+    assert await expected.wait() == result
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+    with pytest.raises(TransferError, match="no room"):
+        await outgoing.wait()
+    outgoing.fail(FallbackReason.PREFILL_FAILED, "late")
+    outgoing.offer(make_pieces(slot.manifest))
+    outgoing.finish()
+
+
+async def test_wrong_bytes_from_the_engine_are_the_senders_failure(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    slot = BytesSlot(ends.manifest(600))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+    outgoing.offer([(0, memoryview(b"too short"))])
+    result, error = await asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
+    assert isinstance(error, TransferError)
+    assert "piece 0 has 9 bytes" in str(error)
+    assert not isinstance(result, BaseException)
+    assert result.failure is FallbackReason.PROTOCOL
+
+
+async def test_incomplete_set_is_refused_by_the_sender(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    slot = BytesSlot(ends.manifest(600))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+    outgoing.offer(make_pieces(slot.manifest)[:-1])
+    outgoing.finish()
+    with pytest.raises(TransferError, match="1 pieces missing"):
+        await outgoing.wait()
+    assert not (await expected.wait()).complete

@@ -76,6 +76,7 @@ class PeerLink:
         self._turn: deque[PushedTransfer] = deque()
         self._control: deque[tuple[PushedTransfer, Control | ReasonPayload]] = deque()
         self._unsettled_bytes = 0
+        self._used_s = clock.now_s()
         self._chooser = CodecChooser(min(config.connections, os.cpu_count() or 1))
         self._slots = [_Slot(self, number) for number in range(config.connections)]
 
@@ -104,6 +105,12 @@ class PeerLink:
         """Let time pass for every transfer. Raises nothing."""
         for transfer in self._snapshot():
             transfer.handle(Tick())
+
+    def unused_s(self) -> float:
+        """How long nothing was asked of it and no connection stood; 0 while it is of use."""
+        if self.wanted or any(slot.standing for slot in self._slots):
+            self._used_s = self.clock.now_s()
+        return self.clock.now_s() - self._used_s
 
     @property
     def active(self) -> int:

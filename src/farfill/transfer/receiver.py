@@ -338,12 +338,18 @@ class KVReceiver:
 
     async def _tick(self) -> None:
         while True:
-            with self._lock:
-                expected = list(self._expected.values())
-            for transfer in expected:
-                transfer.tick()
-            self._forget()
+            try:
+                self._look_after_transfers()
+            except Exception:  # deadlines must go on for everybody else
+                _log.exception("transfer_tick_failed")
             await asyncio.sleep(TICK_S)
+
+    def _look_after_transfers(self) -> None:
+        with self._lock:
+            expected = list(self._expected.values())
+        for transfer in expected:
+            transfer.tick()
+        self._forget()
 
     def _forget(self) -> None:
         """Refuse what nobody expected in time; drop records of expired tickets."""

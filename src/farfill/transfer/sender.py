@@ -7,6 +7,8 @@ import contextlib
 import ssl
 import uuid
 
+import structlog
+
 from farfill.clock import Clock
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import FallbackReason
@@ -26,9 +28,12 @@ from farfill.wire.control import PROTOCOL_VERSION
 from farfill.wire.frames import HelloPayload
 
 TICK_S = 0.05
+UNUSED_LINK_S = 60.0
 LAST_WORDS_S = 0.5
 JOIN_S = 5.0
 _MIB = 1024 * 1024
+
+_log = structlog.get_logger(__name__)
 
 
 class KVSender:
@@ -51,6 +56,7 @@ class KVSender:
         self._clock = clock
         self._observer = observer or SilentObserver()
         self._links: dict[tuple[str, str], PeerLink] = {}
+        self._retired: list[PeerLink] = []
         self._ticker: asyncio.Task[None] | None = None
         self._closed = False
 
@@ -61,7 +67,7 @@ class KVSender:
     async def close(self) -> None:
         """Fail what is left, tell the peers, and end every thread. Idempotent."""
         self._closed = True
-        links = list(self._links.values())
+        links = [*self._links.values(), *self._retired]
         for link in links:
             link.fail_all(FallbackReason.PREFILL_LOST, "the prefill worker is shutting down")
         for link in links:
@@ -126,6 +132,17 @@ class KVSender:
 
     async def _tick(self) -> None:
         while True:
-            for link in list(self._links.values()):
-                link.tick()
+            try:
+                self._look_after_links()
+            except Exception:  # deadlines must go on for everybody else
+                _log.exception("transfer_tick_failed")
             await asyncio.sleep(TICK_S)
+
+    def _look_after_links(self) -> None:
+        for key, link in list(self._links.items()):
+            link.tick()
+            if link.unused_s() > UNUSED_LINK_S:  # the peer left for good; should it come back, so does the link
+                del self._links[key]
+                self._retired.append(link)
+                link.stop()
+        self._retired = [link for link in self._retired if link.alive]
