@@ -24,6 +24,7 @@ from farfill.config.secrets import read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
+from farfill.registry.identity import registry_context
 from farfill.telemetry.metrics import WorkerMetrics, exposition
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
@@ -50,6 +51,7 @@ class _Parts:
     metrics: WorkerMetrics
     server_tls: ssl.SSLContext
     client_tls: ssl.SSLContext
+    registry_tls: ssl.SSLContext
     clock: Clock
     verifier: TicketVerifier
 
@@ -70,6 +72,7 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         metrics=WorkerMetrics(site=worker.site, role=str(worker.role), model=config.model.name),
         server_tls=server_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
         client_tls=client_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
+        registry_tls=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         clock=clock,
         verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s),
     )
@@ -100,7 +103,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics)
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
-        ssl_context=parts.client_tls,
+        ssl_context=parts.registry_tls,
         instance=_instance(parts),
         observer=parts.metrics,
     )
