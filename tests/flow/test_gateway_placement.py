@@ -357,6 +357,15 @@ async def test_client_leaving_in_the_middle_of_a_stream_frees_decode(gateway: Ha
     assert gateway.observer.finished[-1].outcome == "cancelled"
 
 
+async def test_client_hanging_up_at_done_has_cancelled_nothing(gateway: Harness) -> None:
+    for _ in range(20):
+        async with gateway.http.post(gateway.base + COMPLETIONS, json=body(LONG, stream=True)) as response:
+            await response.content.readuntil(b"data: [DONE]\n\n")
+            response.close()
+    await idle(gateway)
+    assert {summary.outcome for summary in gateway.observer.finished} == {"ok"}
+
+
 async def test_one_failing_prompt_of_several_withdraws_the_others(gateway: Harness) -> None:
     gateway.decode.hold_after_first = asyncio.Event()
     request = asyncio.create_task(gateway.post(COMPLETIONS, {**body(SHORT), "prompt": ["a", "b"]}))

@@ -91,7 +91,8 @@ class GenerateHandler:
             # The client went away while it was written to; there is nobody to answer.
             return exchange.abandoned()
         finally:
-            tracker.finish(failure, cancelled=cancelled)
+            # A client that hangs up once it has everything cancels nothing.
+            tracker.finish(failure, cancelled=cancelled and not exchange.delivered)
 
     async def _serve(
         self, request: web.Request, exchange: _Exchange, endpoint: Endpoint, tracker: RequestTracker
@@ -226,6 +227,7 @@ class _Exchange:
     def __init__(self, request: web.Request) -> None:
         self._request = request
         self._streaming: web.StreamResponse | None = None
+        self.delivered = False
 
     async def answer(
         self, renderer: Renderer, generations: list[Generation], *, stream: bool, include_usage: bool
@@ -245,7 +247,7 @@ class _Exchange:
         self._streaming = response
         await response.prepare(self._request)
         await send_events(response, renderer, generations, include_usage=include_usage)
-        await response.write_eof()
+        self.delivered = True
         return response
 
     async def fail(self, error: FarfillError) -> web.StreamResponse:

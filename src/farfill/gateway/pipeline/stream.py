@@ -37,7 +37,7 @@ async def open_all(
 async def send_events(
     response: web.StreamResponse, renderer: Renderer, generations: Sequence[Generation], *, include_usage: bool
 ) -> None:
-    """Write all output, the usage if asked for, and [DONE]. The first write has the first tokens.
+    """Write all output, the usage if asked for, [DONE] and the end. The first write has the first tokens.
 
     Raises FarfillError when a generation breaks; the stream is then for `send_failure` to end.
     """
@@ -58,7 +58,8 @@ async def send_events(
 
     await _together(len(generations), send_one)
     tail = renderer.usage(await usage_of(generations)) if include_usage else b""
-    await response.write(tail + DONE)
+    # In one write: many clients hang up at [DONE], and by then the answer must be whole.
+    await response.write_eof(tail + DONE)
 
 
 async def send_failure(response: web.StreamResponse, error: FarfillError) -> None:
