@@ -23,7 +23,8 @@ from farfill.engine.torch.executor import TorchExecutor
 from farfill.engine.torch.host import set_threads
 from farfill.engine.torch.kv import KVSpec
 from farfill.engine.torch.layout import derive_layout
-from farfill.engine.torch.selfcheck import check_model
+from farfill.engine.torch.linear import pack_linears
+from farfill.engine.torch.selfcheck import ModelCheck
 
 ENGINE_VERSION = "torch-1"
 
@@ -66,14 +67,17 @@ def load_model(folder: Path, model: ModelConfig, prefill_chunk_tokens: int, devi
     layout = derive_layout(net, prefill_chunk_tokens)
     executor = TorchExecutor(net, KVSpec(layout, net.device))
     config = net.config.get_text_config()
-    check_model(net, executor, config)
+    vocab_size = net.get_output_embeddings().weight.shape[0]
+    check = ModelCheck(net)
+    pack_linears(net)
+    check.run(executor)
     info = EngineInfo(
         engine="torch",
         model=model.name,
         fingerprint=fingerprint(folder, layout, model.dtype),
         layout=layout,
         max_context_tokens=config.max_position_embeddings,
-        vocab_size=net.get_output_embeddings().weight.shape[0],
+        vocab_size=vocab_size,
         kv_total_bytes=0,
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -102,7 +106,6 @@ def _require_files(folder: Path) -> None:
         raise ConfigError(
             f"model.path: {folder} has no {', '.join(missing)}; `farfill model fetch` makes such a folder"
         )
-    return folder
 
 
 def _load_weights(folder: Path, dtype: str, device: str) -> Any:

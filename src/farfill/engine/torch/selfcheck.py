@@ -21,32 +21,35 @@ _TOKENS = 24
 _CUT = 13
 
 
-@torch.inference_mode()
-def check_model(net: Any, executor: TorchExecutor, config: Any) -> None:
-    """Raise ModelUnsupportedError when decoding from moved KV differs from a plain forward pass."""
-    prompt = [(37 + 101 * i) % config.vocab_size for i in range(_TOKENS)]
-    expected = _plain_logits(net, prompt)
-    first = executor.allocate(_TOKENS)
-    executor.prefill(first, prompt[:_CUT])
-    executor.prefill(first, prompt[_CUT:-1])
-    moved = _move(executor, first, len(prompt) - 1)
-    decoded = executor.decode([(first, prompt[-1]), (moved, prompt[-1])])
-    # Chunks and batches round differently; state that went missing is far beyond that.
-    tolerance = 0.02 if next(net.parameters()).dtype == torch.float32 else 0.25
-    scale = float(expected.std()) or 1.0
-    for what, logits in (("in chunks", decoded[0]), ("from moved KV", decoded[1])):
-        difference = float(np.abs(logits - expected).max()) / scale
-        if not difference <= tolerance:
-            raise ModelUnsupportedError(
-                f"{type(net).__name__} decodes differently {what}: logits differ by {difference:.3g} of their spread"
-            )
+class ModelCheck:
+    """Remembers what the model as loaded says, to compare with what the engine makes of it."""
 
+    @torch.inference_mode()
+    def __init__(self, net: Any) -> None:
+        config = net.config.get_text_config()
+        self._name = type(net).__name__
+        self._prompt = [(37 + 101 * i) % config.vocab_size for i in range(_TOKENS)]
+        ids = torch.tensor([self._prompt], device=net.device)
+        logits = net(input_ids=ids, cache=DynamicCache(config=config), use_cache=True, logits_to_keep=1).logits[0, -1]
+        self._expected = logits.float().cpu().numpy()
+        # Chunks and batches round differently; state that went missing is far beyond that.
+        self._tolerance = 0.02 if logits.dtype == torch.float32 else 0.25
 
-def _plain_logits(net: Any, prompt: list[int]) -> np.ndarray:
-    cache = DynamicCache(config=net.config.get_text_config())
-    ids = torch.tensor([prompt], device=net.device)
-    logits = net(input_ids=ids, cache=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
-    return logits.float().cpu().numpy()
+    def run(self, executor: TorchExecutor) -> None:
+        """Raise ModelUnsupportedError when decoding after chunks, or from moved KV, differs from the plain model."""
+        prompt = self._prompt
+        first = executor.allocate(_TOKENS)
+        executor.prefill(first, prompt[:_CUT])
+        executor.prefill(first, prompt[_CUT:-1])
+        moved = _move(executor, first, len(prompt) - 1)
+        decoded = executor.decode([(first, prompt[-1]), (moved, prompt[-1])])
+        scale = float(self._expected.std()) or 1.0
+        for what, logits in (("in chunks", decoded[0]), ("from moved KV", decoded[1])):
+            difference = float(np.abs(logits - self._expected).max()) / scale
+            if not difference <= self._tolerance:
+                raise ModelUnsupportedError(
+                    f"{self._name} decodes differently {what}: logits differ by {difference:.3g} of their spread"
+                )
 
 
 def _move(executor: TorchExecutor, source: TorchKV, tokens: int) -> TorchKV:
