@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from farfill.core.cluster import FallbackReason
-from farfill.core.errors import TransferError
+from farfill.core.errors import TicketError, TransferError
 from farfill.transport.memory import MemoryNetwork
 from support.transfer_harness import (
     DECODE,
@@ -213,3 +213,15 @@ async def test_incomplete_set_is_refused_by_the_sender(ends: Ends) -> None:
     with pytest.raises(TransferError, match="1 pieces missing"):
         await outgoing.wait()
     assert not (await expected.wait()).complete
+
+
+async def test_ticket_serves_one_outgoing_transfer_at_a_time(ends: Ends) -> None:
+    await ends.start()
+    ticket = ends.ticket(600)
+    arguments = (ticket, ends.sign(ticket), ends.receiver.address, ends.manifest(600))
+    outgoing = ends.sender.begin(*arguments, timeout_s=5)
+    with pytest.raises(TicketError):
+        ends.sender.begin(*arguments, timeout_s=5)
+    outgoing.fail(FallbackReason.PREFILL_FAILED, "enough")
+    with pytest.raises(TransferError, match="enough"):
+        await outgoing.wait()

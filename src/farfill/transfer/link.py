@@ -18,7 +18,7 @@ import structlog
 from farfill.clock import Clock
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import FallbackReason
-from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolError
+from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolError, TicketError
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.adapt import CodecChooser, measure_codecs
@@ -88,8 +88,13 @@ class PeerLink:
             slot.thread.start()
 
     def add(self, transfer: PushedTransfer) -> None:
-        """Serve a new transfer; connections that wait for their next attempt try at once."""
+        """Serve a new transfer; connections that wait for their next attempt try at once.
+
+        Raises TicketError (ticket_replayed) while a transfer with that ticket is under way.
+        """
         with self._lock:
+            if transfer.key in self._transfers:
+                raise TicketError("a transfer with this ticket is under way", reason="ticket_replayed")
             self._transfers[transfer.key] = transfer
             self._turn.append(transfer)
         for slot in self._slots:

@@ -85,7 +85,10 @@ class KVSender:
     def begin(
         self, ticket: Ticket, token: str, address: str, manifest: Manifest, *, timeout_s: float
     ) -> OutgoingTransfer:
-        """See `TransferSender`. Call on the event loop's thread. Raises TransferError once closed."""
+        """See `TransferSender`.
+
+        Raises TransferError once closed, TicketError while a transfer with that ticket is under way.
+        """
         if self._closed:
             raise TransferError("the sender is closed", reason=str(FallbackReason.PREFILL_LOST), side="prefill")
         link = self._link(address, ticket.decode)

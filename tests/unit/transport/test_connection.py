@@ -194,7 +194,7 @@ def test_detached_frame_no_longer_reads_its_memory(pair: Pair) -> None:
 def test_end_between_frames_and_inside_a_frame_are_told_apart(pair: Pair) -> None:
     pair[0].session.finishing = True
     pair[0].waker.wake()
-    eventually(lambda: bool(pair[1].session.errors))
+    eventually(lambda: all(side.session.errors for side in pair))
     assert isinstance(pair[1].session.errors[0], TransportError)
     assert pair[1].session.errors[0].reason == "connection_lost"
     assert pair[0].session.errors == [None]
