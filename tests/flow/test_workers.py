@@ -190,6 +190,17 @@ async def test_client_that_leaves_while_kv_is_on_its_way_frees_both_sides(tmp_pa
         assert two.metric(DECODE, "farfill_worker_requests_total", outcome="cancelled") == 1
 
 
+async def test_client_that_leaves_while_nothing_came_yet_ends_the_wait_at_once(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        prompt = two.prompt(LENGTH)
+        leg = asyncio.create_task(two.decode(prompt, two.ticket(prompt), timeout_s=600.0))
+        await two.until(lambda: two.ends.receiver.held_transfers() == 1)
+        leg.cancel()
+        await asyncio.wait([leg])
+        await two.idle()
+        await two.until(lambda: two.metric(DECODE, "farfill_worker_requests_total", outcome="cancelled") == 1)
+
+
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 async def test_client_that_leaves_during_local_work_frees_it(tmp_path: Path, phase: str):
     async with TwoWorkers.running(tmp_path) as two:

@@ -91,3 +91,4 @@ class FallbackReason(StrEnum):
     TICKET_INVALID = "ticket_invalid"
     PROTOCOL = "protocol"
     KV_MEMORY = "kv_memory"
+    WITHDRAWN = "withdrawn"  # the client left: the transfer ends, nothing falls back

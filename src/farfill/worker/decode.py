@@ -220,7 +220,7 @@ async def _wait_fenced(expected: ExpectedTransfer) -> ReceiveResult:
     try:
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
-        expected.fail(FallbackReason.NONE, "the client went away")
+        expected.fail(FallbackReason.WITHDRAWN, "the client went away")
         await asyncio.wait([waiting])
         raise
 
