@@ -88,9 +88,7 @@ def corpus_cases(
     for turn in range(repeat):
         for number, length in enumerate(lengths):
             variant = turn * len(lengths) + number
-            yield from _both_modes(
-                f"corpus {length}", corpus.prompt_of(length, variant), max_tokens, 1 + variant, context_tokens
-            )
+            yield from _both_modes("corpus", corpus.prompt_of(length, variant), max_tokens, 1 + variant, context_tokens)
 
 
 async def file_cases(client: GatewayClient, path: Path, *, max_tokens: int, context_tokens: int) -> list[ParityCase]:
