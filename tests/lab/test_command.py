@@ -9,12 +9,16 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
+from farfill.testing.lab.__main__ import app
 from farfill.testing.lab.units import bits_per_s, seconds, share, size_bytes
 from lab.wan import DEADLINE_S
 
+DOCUMENT = Path(__file__).parents[2] / "docs/lab.md"
 # Prints the round trip of a TCP handshake in milliseconds.
 HANDSHAKE = (
     "import socket, sys, time; t = time.monotonic(); "
@@ -86,7 +90,19 @@ def test_mistakes_are_said_in_one_line(name: str) -> None:
     assert call("up", "--name", name).returncode == 0
     assert call("run", "--name", name, "east", "true").stderr == "lab: no site east: the lab has near, far\n"
     assert "jitter of" in call("set", "near", "far", "--name", name, "--jitter", "5ms").stderr
+    assert call("run", "--name", name, "far", "no-such-command").stderr.startswith("lab: [Errno 2]")
+    assert call("once", "--wait", "near", "far", "true").stderr == "lab: 'near' is not SITE:PORT\n"
     assert call("once", "--sites", "one", "one", "true").stderr.startswith("lab: a lab has 2 to 8 sites")
+
+
+def test_every_command_and_option_is_in_the_documentation() -> None:
+    text = DOCUMENT.read_text()
+    commands = [command for command in get_command(app).commands.values() if not command.hidden]
+    assert len(commands) >= 8
+    for command in commands:
+        assert f"`{command.name}" in text
+        for option in (flag for parameter in command.params for flag in parameter.opts if flag.startswith("--")):
+            assert f"`{option}" in text, f"{option} of {command.name}"
 
 
 def test_quantities_are_read_with_their_units() -> None:

@@ -64,6 +64,7 @@ def once(
     wait: Annotated[list[str] | None, typer.Option(metavar="SITE:PORT", help="Until something there listens.")] = None,
 ) -> None:
     """Bring a lab up, run a command at a site, take the lab down; exit code of the command."""
+    _require()
     plan = Plan(
         sites=tuple(sites.split(",")),
         seed=seed,
@@ -74,10 +75,12 @@ def once(
         held.apply_plan(lab, plan)
         addresses = {name: lab.address(name) for name in lab.sites}
         for text in beside or []:
-            at, _, line = text.partition(":")
+            at, line = _of_site(text, "COMMAND")
             lab.start(at, _filled(shlex.split(line), addresses), stdin=subprocess.DEVNULL, stdout=sys.stderr)
         for text in wait or []:
-            at, _, port = text.partition(":")
+            at, port = _of_site(text, "PORT")
+            if not port.isdecimal():
+                raise LabError(f"{port!r} is no port")
             lab.wait_listening(at, int(port))
         process = lab.start(site, _filled(command, addresses))
         try:
@@ -103,8 +106,7 @@ def up(
     seed: Seed = 0,
 ) -> None:
     """Bring a lab up and leave it up in the background, until `down`."""
-    if (problem := missing_requirement()) is not None:
-        raise LabError(problem)
+    _require()
     _print(
         held.bring_up(
             name,
@@ -188,6 +190,18 @@ def hold(name: str) -> None:
     held.hold(name)
 
 
+def _require() -> None:
+    if (problem := missing_requirement()) is not None:
+        raise LabError(problem)
+
+
+def _of_site(text: str, what: str) -> tuple[str, str]:
+    site, colon, rest = text.partition(":")
+    if not colon:
+        raise LabError(f"{text!r} is not SITE:{what}")
+    return site, rest.strip()
+
+
 def _filled(command: Sequence[str], addresses: Mapping[str, str]) -> list[str]:
     """The command with addresses for {site}, without the `--` that may stand before it."""
     argv = list(command[1:] if command and command[0] == "--" else command)
@@ -218,7 +232,7 @@ def _print(reply: Reply) -> None:
 def main() -> None:
     try:
         app()
-    except LabError as error:
+    except (LabError, OSError) as error:  # OSError: the command cannot be started
         typer.echo(f"lab: {error}", err=True)
         sys.exit(1)
 
