@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from farfill.engine.torch.linear import PackedLinear, pack_linears
+from farfill.engine.torch.linear import PackedLinear, pack_linears, padded_rows
 
 
 @pytest.mark.parametrize("inputs", [48, 1024, 1536, 5000])
@@ -25,11 +25,19 @@ def test_product_is_that_of_the_plain_layer(inputs: int, bias: bool) -> None:
 def test_rows_alone_and_together_are_bit_identical(inputs: int) -> None:
     torch.manual_seed(0)
     packed = PackedLinear(nn.Linear(inputs, 96, bias=False))
-    x = torch.randn(16, inputs)
+    x = torch.randn(40, inputs)
     with torch.inference_mode():
         alone = torch.cat([packed(row.unsqueeze(0)) for row in x])
-        for rows in (2, 3, 8, 16):
+        for rows in (2, 3, 8, 16, 17, 40):
             assert torch.equal(packed(x[:rows]), alone[:rows])
+
+
+def test_few_shapes_serve_all_lengths() -> None:
+    padded = [padded_rows(rows) for rows in range(1, 2049)]
+    assert all(rows <= up <= max(rows + 31, rows * 5 / 4) for rows, up in enumerate(padded, 1))
+    assert padded[:16] == list(range(1, 17))
+    assert {512, 1024, 2048} <= set(padded)
+    assert len(set(padded)) <= 40
 
 
 def test_only_plain_layers_of_suitable_types_are_replaced() -> None:
