@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 import blake3
 import torch
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.core.errors import ConfigError
@@ -109,12 +110,8 @@ def _require_files(folder: Path) -> None:
 
 
 def _load_weights(folder: Path, dtype: str, device: str) -> Any:
-    # A model folder is complete; asking the hub for what is missing would only hide that.
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
     logging.disable_progress_bar()
+    # A model folder is complete; asking the hub for what is missing would only hide that.
     net: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
