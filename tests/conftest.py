@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import structlog
 
 MINIMAL_CLUSTER = """\
 model:
@@ -40,3 +41,9 @@ def cluster_file(tmp_path: Path) -> Path:
     path = tmp_path / "cluster.yaml"
     path.write_text(MINIMAL_CLUSTER)
     return path
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _logs_go_to_pytest() -> None:
+    """What the code under test logs, also from its threads, is shown with a failure and not otherwise."""
+    structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
