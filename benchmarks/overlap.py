@@ -1,8 +1,8 @@
 """Overlap: does the KV really travel while prefill computes?
 
 A two-site cluster on this machine, SmolLM2, with the path from prefill to decode worker going through a relay that
-limits rate and adds delay. Per prompt length the relay is set so that moving the KV takes about 0.7 of the prefill
-time measured just before without a limit; what was reached is a figure of its own (0.5 to 0.9). Then
+limits rate and adds delay. Before each run the relay is set so that moving the KV takes about 0.7 of the prefill time
+of the run before it (the first one unlimited); what was reached is a figure of its own (0.5 to 0.9). Then
 
     TTFT(offloaded) <= 1.15 x max(prefill, transfer) + 2 RTT
 
@@ -93,31 +93,19 @@ async def _measure(
 ) -> None:
     relay.set_rate(None)
     relay.delay_s = 0.0
-    free = [
-        await _offloaded(client, relay, corpus.prompt_of(length, variant), f"free-{length}-{variant}")
-        for variant in range(2)
-    ]
-    rate = free[0].kv_bytes / (TRANSFER_SHARE * median([run.prefill_s for run in free]))
-    note(
-        f"{length} tokens, unlimited: prefill {_list(run.prefill_s for run in free)} s, "
-        f"TTFT {_list(run.ttft_s for run in free)} s, KV {free[0].kv_bytes / 1e6:.1f} MB; "
-        f"link set to {rate / 1e6:.2f} MB/s"
-    )
-    relay.set_rate(rate)
+    before = await _offloaded(client, relay, corpus.prompt_of(length, 0), f"free-{length}")
+    note(f"{length} tokens, no limit: {_told(before)}")
     relay.delay_s = ONE_WAY_S
-    runs = [
-        await _offloaded(client, relay, corpus.prompt_of(length, 10 + variant), f"limited-{length}-{variant}")
-        for variant in range(repeat)
-    ]
-    transfers = [run.kv_bytes / rate for run in runs]
-    note(
-        f"{length} tokens, limited: prefill {_list(run.prefill_s for run in runs)} s, "
-        f"transfer {_list(transfers)} s, TTFT {_list(run.ttft_s for run in runs)} s"
-    )
-    shares = [transfer / run.prefill_s for run, transfer in zip(runs, transfers, strict=True)]
-    ratios = [
-        (run.ttft_s - 2 * RTT_S) / max(run.prefill_s, transfer) for run, transfer in zip(runs, transfers, strict=True)
-    ]
+    shares: list[float] = []
+    ratios: list[float] = []
+    for variant in range(1, repeat + 1):
+        rate = before.kv_bytes / (TRANSFER_SHARE * before.prefill_s)
+        relay.set_rate(rate)
+        before = run = await _offloaded(client, relay, corpus.prompt_of(length, variant), f"{length}-{variant}")
+        transfer_s = run.kv_bytes / rate
+        note(f"{length} tokens, {rate / 1e6:.2f} MB/s: {_told(run)}, transfer {transfer_s:.2f} s")
+        shares.append(transfer_s / run.prefill_s)
+        ratios.append((run.ttft_s - 2 * RTT_S) / max(run.prefill_s, transfer_s))
     figures.between(f"overlap_transfer_share_of_prefill_{length}", median(shares), 0.5, 0.9)
     figures.at_most(f"overlap_ttft_over_max_prefill_transfer_{length}", median(ratios), LIMIT)
 
@@ -144,8 +132,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _list(values: object) -> str:
-    return "/".join(f"{value:.2f}" for value in values)  # type: ignore[attr-defined]
+def _told(run: Run) -> str:
+    return f"prefill {run.prefill_s:.2f} s, TTFT {run.ttft_s:.2f} s, KV {run.kv_bytes / 1e6:.1f} MB"
 
 
 if __name__ == "__main__":
