@@ -1,0 +1,1 @@
+"""Model executors behind one protocol; torch is imported below `engine.torch` only."""

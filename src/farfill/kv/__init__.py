@@ -1,0 +1,1 @@
+"""The KV cache as data: prefix keys, the manifest, codecs, the prefix index. Pure."""

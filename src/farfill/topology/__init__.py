@@ -1,0 +1,1 @@
+"""What is known about links: estimates of rate and round-trip time. Pure."""

@@ -1,0 +1,1 @@
+"""Moves one request's KV: pure machines, and the threads that drive them."""

@@ -1,0 +1,1 @@
+"""Bytes between two hosts: mutual TLS over TCP, or memory."""

@@ -1,0 +1,1 @@
+"""What crosses process borders: control messages, event frames, KV frames. No sockets."""
