@@ -112,7 +112,7 @@ class KVReceiver:
         self._ticker: asyncio.Task[None] | None = None
         self._acceptor = Acceptor(
             listen,
-            transport or TlsTcpTransport(server=server_ctx),
+            transport or TlsTcpTransport(server=server_ctx, sealed=config.encryption == "sealed"),
             self,
             liveness=liveness_of(config),
             clock=clock,

@@ -51,7 +51,7 @@ class KVSender:
         transport: Transport | None = None,
     ) -> None:
         self._me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
-        self._transport = transport or TlsTcpTransport(client=client_ctx)
+        self._transport = transport or TlsTcpTransport(client=client_ctx, sealed=config.encryption == "sealed")
         self._config = config
         self._clock = clock
         self._observer = observer or SilentObserver()

@@ -106,6 +106,8 @@ class Connection:
             if self._out_position == self._out.size:
                 frame, self._out = self._out, None
                 self._session.frame_sent(frame, self._clock.now_s())
+        if not self._channel.flush():
+            self._write_blocked = True
         return moved > 0
 
     def _read(self) -> bool:
@@ -150,7 +152,7 @@ class Connection:
         """
         deadline_s = time.monotonic() + WIND_DOWN_S
         try:
-            while self._write() or self._out is not None:
+            while self._write() or self._out is not None or self._write_blocked:
                 if self._write_blocked:
                     self._waker.wait_for(self._channel.fileno(), select.POLLOUT, deadline_s)
             self._channel.finish_sending()

@@ -37,6 +37,10 @@ class Channel(Protocol):
         """Bytes taken; 0 when it would block, and then the same bytes must be offered again first."""
         ...
 
+    def flush(self) -> bool:
+        """Push what `send` took but kept; whether nothing is left. To be called before waiting."""
+        ...
+
     def recv_into(self, data: memoryview) -> int | None: ...
 
     def finish_sending(self) -> None:

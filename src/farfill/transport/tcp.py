@@ -1,4 +1,4 @@
-"""The TCP transport: TLS 1.3, mutual, over non-blocking sockets.
+"""The TCP transport: TLS 1.3, mutual, over non-blocking sockets; sealed records after it where both ends ask for them.
 
 An ssl object must not be used by two threads at once, so a connection reads and writes on its one
 thread, without blocking, and waits in `poll`. Socket buffers are left to the kernel, which tunes them to the
@@ -16,20 +16,32 @@ import time
 
 from farfill.transport.errors import IdentityError, TransportError, TransportInterruptedError
 from farfill.transport.protocol import Channel, Listener, PendingChannel
+from farfill.transport.sealed import KEY_MESSAGE_BYTES, SealedReader, SealedWriter, key_of_message, new_key_message
 from farfill.transport.tls import PeerIdentity, peer_identity
 from farfill.transport.waker import Waker
 
 BACKLOG = 256
 UNSENT_LOW_WATER_BYTES = 512 * 1024
 LINGER_S = 1.0
+READ_BYTES = 256 * 1024  # one call receives this much at most, so that answers are sent in between
+# Chosen by ALPN, so inside what the TLS handshake authenticates: nobody on the way can talk the ends out of it.
+SEALED_PROTOCOL = "farfill-sealed-1"
 
 
 class TlsTcpTransport:
-    """Give it a server context to listen, a client context to dial."""
+    """Give it a server context to listen, a client context to dial.
 
-    def __init__(self, *, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None) -> None:
+    `sealed`: after the handshake, use sealed records (`transport.sealed`) with every peer that is set so too.
+    """
+
+    def __init__(
+        self, *, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None, sealed: bool = False
+    ) -> None:
         self._server = server
         self._client = client
+        for context in (server, client) if sealed else ():
+            if context is not None:
+                context.set_alpn_protocols([SEALED_PROTOCOL])
 
     def listen(self, address: str) -> Listener:
         """Bind at once. Raises TransportError when the address cannot be bound."""
@@ -115,35 +127,104 @@ class _TlsChannel:
             return self._sock.send(data)
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
             return 0
-        except ssl.SSLError as error:
-            raise _refused(error) from error
         except OSError as error:
-            raise TransportError(str(error)) from error
+            raise _broken(error) from error
+
+    def flush(self) -> bool:
+        return True
 
     def recv_into(self, data: memoryview) -> int | None:
+        """One call of OpenSSL yields one record, 16 KiB at most: it is asked until `data` is full."""
+        data, filled = data[:READ_BYTES], 0
         try:
-            count = self._sock.recv_into(data)
+            while filled < len(data):
+                count = self._sock.recv_into(data[filled:])
+                if count == 0:
+                    break
+                filled += count
         except ssl.SSLWantReadError:
             self.wants_write = False
-            return None
+            return filled or None
         except ssl.SSLWantWriteError:
             self.wants_write = True
-            return None
+            return filled or None
         except ssl.SSLEOFError:
-            return 0
-        except ssl.SSLError as error:
-            raise _refused(error) from error
+            return filled
         except OSError as error:
-            raise TransportError(str(error)) from error
-        return count
+            raise _broken(error) from error
+        return filled
 
     def finish_sending(self) -> None:
-        with contextlib.suppress(OSError):
-            # SSLSocket.shutdown would drop the TLS state; only the direction of the TCP stream shall end.
-            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+        _finish_sending(self._sock)
 
     def close(self) -> None:
         self._sock.close()
+
+
+class _SealedChannel:
+    """Sealed records on the socket of a finished TLS handshake.
+
+    TLS reads exactly its own records from the socket, and the peer's key message is the last of them.
+    """
+
+    wants_write = False
+
+    def __init__(self, sock: ssl.SSLSocket, peer: PeerIdentity, writer: SealedWriter) -> None:
+        self._sock = sock
+        self.peer = peer
+        self._writer = writer
+        self._reader: SealedReader | None = None
+        self._key_message = b""
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, data: memoryview) -> int:
+        try:
+            return self._writer.send(data)
+        except OSError as error:
+            raise _broken(error) from error
+
+    def flush(self) -> bool:
+        try:
+            return self._writer.flush()
+        except OSError as error:
+            raise _broken(error) from error
+
+    def recv_into(self, data: memoryview) -> int | None:
+        try:
+            if self._reader is None:
+                return self._receive_key(data)
+            return self._reader.recv_into(data)
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return None
+        except OSError as error:
+            raise _broken(error) from error
+
+    def _receive_key(self, data: memoryview) -> int | None:
+        while len(self._key_message) < KEY_MESSAGE_BYTES:
+            part = self._sock.recv(KEY_MESSAGE_BYTES - len(self._key_message))
+            if not part:
+                return 0
+            self._key_message += part
+        self._reader = SealedReader(key_of_message(self._key_message), self._sock)
+        return self._reader.recv_into(data)
+
+    def finish_sending(self) -> None:
+        _finish_sending(self._sock)
+
+    def close(self) -> None:
+        self._sock.close()
+
+
+def _finish_sending(sock: ssl.SSLSocket) -> None:
+    with contextlib.suppress(OSError):
+        # SSLSocket.shutdown would drop the TLS state; only the direction of the TCP stream shall end.
+        socket.socket.shutdown(sock, socket.SHUT_WR)
+
+
+def _broken(error: OSError) -> TransportError:
+    return _refused(error) if isinstance(error, ssl.SSLError) else TransportError(str(error))
 
 
 def _connect(address: str, deadline_s: float, interrupt: Waker) -> socket.socket:
@@ -198,7 +279,10 @@ def _handshake(
                 interrupt.wait_for(tls.fileno(), select.POLLIN, deadline_s)
             except ssl.SSLWantWriteError:
                 interrupt.wait_for(tls.fileno(), select.POLLOUT, deadline_s)
-        return _TlsChannel(tls, peer_identity(tls))
+        peer = peer_identity(tls)
+        if tls.selected_alpn_protocol() == SEALED_PROTOCOL:
+            return _SealedChannel(tls, peer, _send_key(tls, interrupt, deadline_s))
+        return _TlsChannel(tls, peer)
     except ssl.SSLError as error:
         _linger(tls or sock, interrupt)
         raise _refused(error) from error
@@ -208,6 +292,17 @@ def _handshake(
     except BaseException:
         (tls or sock).close()
         raise
+
+
+def _send_key(tls: ssl.SSLSocket, interrupt: Waker, deadline_s: float) -> SealedWriter:
+    """Tell the peer the key of this direction as the last TLS record. Costs no round trip."""
+    key, message = new_key_message()
+    while True:
+        try:
+            tls.send(message)  # whole or not at all: it is one record
+            return SealedWriter(key, tls)
+        except ssl.SSLWantWriteError:
+            interrupt.wait_for(tls.fileno(), select.POLLOUT, deadline_s)
 
 
 def _linger(sock: socket.socket, interrupt: Waker) -> None:

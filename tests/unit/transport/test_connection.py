@@ -133,13 +133,14 @@ def connect(listening: Transport, dialling: Transport, address: str) -> tuple[Ch
     return dialled, accepted[0]
 
 
-@pytest.fixture(params=["tls", "memory"])
+@pytest.fixture(params=["tls", "sealed", "memory"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    if request.param == "tls":
-        pki = make_pki(tmp_path)
-        listening = TlsTcpTransport(server=pki.name("decode").server())
+    if request.param != "memory":
+        pki, sealed = make_pki(tmp_path), request.param == "sealed"
         channels = connect(
-            listening, TlsTcpTransport(client=pki.name("prefill", role="prefill").client()), "127.0.0.1:0"
+            TlsTcpTransport(server=pki.name("decode").server(), sealed=sealed),
+            TlsTcpTransport(client=pki.name("prefill", role="prefill").client(), sealed=sealed),
+            "127.0.0.1:0",
         )
     else:
         network = MemoryNetwork()
