@@ -261,10 +261,12 @@ class AcceptorSession(PeerSession):
                 transfer = self._host.transfer(self, header.transfer)
                 if transfer is not None:
                     transfer.heard()
-            case FrameType.FINISH:
-                # A set that is complete was already confirmed: asking again means that the answer was lost.
-                if self._host.transfer(self, header.transfer) is None:
+            case FrameType.RESUME | FrameType.FINISH:
+                transfer = self._host.transfer(self, header.transfer)
+                if transfer is None:  # it is over: asking means that the answer was lost
                     self._host.stray(self, header.transfer)
+                elif header.type is FrameType.RESUME:
+                    transfer.resume(self)
             case _:
                 self.answered(header, now_s)
 

@@ -43,6 +43,7 @@ from farfill.transfer.events import (
     PeerFailed,
     ReceiverEffect,
     ReceiverEvent,
+    Resumed,
     RevokeClaim,
     SendComplete,
     SendFail,
@@ -51,9 +52,9 @@ from farfill.transfer.events import (
     WriteChunk,
 )
 from farfill.transfer.grid import Chunk, pack_bitmap
-from farfill.transfer.machine import ReceiverMachine
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import ReceiveResult, TransferStats
+from farfill.transfer.receiver_machine import ReceiverMachine
 from farfill.transport.protocol import Receive
 from farfill.wire.frames import (
     FLAG_CHECKSUM,
@@ -181,6 +182,10 @@ class AwaitedTransfer:
     def open(self, chunk_bytes: int, session: Answerer) -> None:
         """A verified OPEN."""
         self.handle(Opened(chunk_bytes), session)
+
+    def resume(self, session: Answerer) -> None:
+        """The sender asks what arrived."""
+        self.handle(Resumed(), session)
 
     def peer_failed(self, reason: FallbackReason, detail: str) -> None:
         """The sender gave up, or must not be listened to."""

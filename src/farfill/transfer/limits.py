@@ -9,7 +9,7 @@ from farfill.core.cluster import FallbackReason
 from farfill.transfer.events import TransferLimits
 
 HANDSHAKE_S = 5.0
-MAX_GRACE_S = 1.0
+MAX_OPEN_GRACE_S = 1.0
 
 _FALLBACKS = frozenset(FallbackReason)
 _KNOWN_REASONS = frozenset(
@@ -47,10 +47,11 @@ def liveness_of(config: KVTransferConfig) -> Liveness:
 
 
 def limits_of(config: KVTransferConfig, timeout_s: float) -> TransferLimits:
-    """Deadlines of one transfer with the given longest silence."""
+    """Deadlines of one transfer with the given longest silence. A link that is cut for less loses nothing."""
     return TransferLimits(
         timeout_s=timeout_s,
-        grace_s=min(timeout_s, MAX_GRACE_S),
+        grace_s=timeout_s,
+        open_grace_s=min(timeout_s, MAX_OPEN_GRACE_S),
         retry=config.retry,
         keepalive_s=timeout_s / 8,
     )
