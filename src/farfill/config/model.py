@@ -78,8 +78,25 @@ class KVTransferConfig(Section):
         le=600_000,
         description="Longest silence of the far side, in ms: no chunk and no sign of life.",
     )
-    connections: int = Field(
-        default=4, ge=1, le=64, description="Pooled TLS connections from a prefill worker to each decode worker."
+    connections: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        default="auto",
+        description="Pooled TLS connections from a prefill worker to each decode worker; auto: 4, and up to 64 where"
+        " loss limits each of them.",
+    )
+    congestion: Literal["auto", "system"] = Field(
+        default="auto", description="TCP congestion control; auto: BBR where the kernel allows it, system: its default."
+    )
+    receive_budget_mb: int = Field(
+        default=512,
+        ge=64,
+        le=1_048_576,
+        description="Bound on KV bytes on their way to one decode worker, in MiB, shared by its senders; they wait for"
+        " credit.",
+    )
+    allowed_peers: list[str] = Field(
+        default=[],
+        description="Workers to exchange KV with, as site/role/name with * as a wildcard; empty: every worker with a"
+        " certificate of the cluster.",
     )
 
 

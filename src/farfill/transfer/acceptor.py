@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import Lock, Thread
 from typing import Protocol
 
@@ -9,15 +10,17 @@ import structlog
 
 from farfill.clock import Clock
 from farfill.core.errors import IncompatiblePeerError, ProtocolError
+from farfill.transfer.budget import ReceiveBudget
+from farfill.transfer.hello import hello_problem
 from farfill.transfer.incoming import AwaitedTransfer, Scratch
 from farfill.transfer.limits import Liveness
-from farfill.transfer.link import hello_problem
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.session import PeerSession
 from farfill.transfer.waiting import until
 from farfill.transport.connection import Connection
 from farfill.transport.errors import TransportError, TransportInterruptedError
 from farfill.transport.protocol import ChunkSink, Listener, OutgoingFrame, PendingChannel, Receive, Transport
+from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
     FrameHeader,
@@ -42,6 +45,8 @@ class Host(Protocol):
     """The receiver, as connections see it."""
 
     me: HelloPayload
+    budget: ReceiveBudget
+    allowed_peers: Sequence[str]
 
     def peer_connected(self, peer: str, generation: str) -> None: ...
 
@@ -82,6 +87,7 @@ class Acceptor:
         self._lock = Lock()
         self._lines: set[_Line] = set()
         self._handshakes = 0
+        self._peers = 0
         self._sessions: dict[str, list[AcceptorSession]] = {}
         self._thread = Thread(target=self._accept, name="farfill-kv-accept", daemon=True)
 
@@ -124,6 +130,7 @@ class Acceptor:
             sessions = self._sessions.setdefault(session.peer_name, [])
             sessions.append(session)
             standing = len(sessions)
+        self._share_credit([session])
         self.observer.connections(session.peer_name, standing)
         self.host.peer_connected(session.peer_name, session.peer_generation)
 
@@ -136,9 +143,20 @@ class Acceptor:
             gone = not any(s.peer_generation == session.peer_generation for s in sessions)
             if not sessions:
                 del self._sessions[session.peer_name]
+        self._share_credit([])
         self.observer.connections(session.peer_name, standing)
         if gone:
             self.host.peer_gone(session.peer_name, session.peer_generation)
+
+    def _share_credit(self, newcomers: list[AcceptorSession]) -> None:
+        """Tell newcomers their credit, and everybody when the number of senders changed."""
+        with self._lock:
+            peers = len(self._sessions)
+            everybody = [session for sessions in self._sessions.values() for session in sessions]
+            changed, self._peers = peers != self._peers, peers
+            credit = self.host.budget.share(peers)
+        for session in everybody if changed else newcomers:
+            session.send(FrameHeader(FrameType.CREDIT, offset=credit))
 
     def refused(self, peer: str | None, remote: str, reason: str, detail: str) -> None:
         """A connection was turned away; `peer` is its certified name, if it has one."""
@@ -224,7 +242,7 @@ class _Line:
             channel = self._pending.handshake(timeout_s=acceptor.liveness.handshake_s, interrupt=self.waker)
         finally:
             acceptor.handshake_over()
-        session = AcceptorSession(acceptor, channel.peer.name, self._pending.remote, self.waker)
+        session = AcceptorSession(acceptor, channel.peer, self._pending.remote, self.waker)
         self._session = session
         if self._finishing:
             session.finish()
@@ -234,12 +252,13 @@ class _Line:
 class AcceptorSession(PeerSession):
     """The receiver's end of one connection."""
 
-    def __init__(self, acceptor: Acceptor, peer_name: str, remote: str, waker: Waker) -> None:
-        super().__init__(acceptor.host.me, peer_name, waker, acceptor.liveness, acceptor.clock.now_s())
+    def __init__(self, acceptor: Acceptor, peer: PeerIdentity, remote: str, waker: Waker) -> None:
+        super().__init__(acceptor.host.me, peer.name, waker, acceptor.liveness, acceptor.clock.now_s())
         self._acceptor = acceptor
         self._host = acceptor.host
         self._remote = remote
-        self._scratch = Scratch()
+        self._peer = peer
+        self._scratch = Scratch(acceptor.host.budget, peer.name, acceptor.liveness.dead_s)
         self._refused = False
 
     def next_frame(self, now_s: float) -> OutgoingFrame | None:
@@ -297,7 +316,7 @@ class AcceptorSession(PeerSession):
         self._acceptor.observer.dropped(reason)
 
     def _hello(self, hello: HelloPayload) -> None:
-        error = hello_problem(self.me, hello, self.peer_name)
+        error = hello_problem(self.me, hello, self._peer, self._host.allowed_peers)
         if error is not None:
             self._refused = True
             self.refuse(error.reason, str(error))

@@ -26,6 +26,7 @@ from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
+from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.events import (
     Accept,
     Ack,
@@ -99,18 +100,22 @@ class ReceiveOptions:
 
 
 class Scratch:
-    """Memory of one connection's thread: encoded chunks on their way, and what is discarded."""
+    """What one connection's thread needs: codec contexts, room to discard, and leases of memory for encoded chunks."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: ReceiveBudget, peer: str, patience_s: float) -> None:
         self.codec = ChunkCodec()
-        self._encoded = bytearray()
         self.drain = memoryview(bytearray(DRAIN_BYTES))
+        self._budget = budget
+        self._peer = peer
+        self._patience_s = patience_s
 
-    def encoded(self, nbytes: int) -> memoryview:
-        """Room for one encoded chunk; grows to the largest seen."""
-        if len(self._encoded) < nbytes:
-            self._encoded = bytearray(nbytes)
-        return memoryview(self._encoded)[:nbytes]
+    def lease(self, nbytes: int) -> bytearray:
+        """Room for one encoded chunk. Raises TransportError when none comes free."""
+        return self._budget.lease(self._peer, nbytes, self._patience_s)
+
+    def release(self, memory: bytearray) -> None:
+        """It is decoded, or nobody needs it any more."""
+        self._budget.release(self._peer, memory)
 
 
 class AwaitedTransfer:
@@ -217,6 +222,7 @@ class AwaitedTransfer:
         chunk = grid.find(header.piece, header.offset, header.raw_bytes)
         claim = next(self._claims)
         landing = Landing(self, header, chunk, claim, session=session, scratch=scratch)
+        landing.prepare()  # may wait for memory: not under the lock
         with self._lock:
             effects = self._machine.handle(ChunkBegun(chunk.index, claim), self._clock.now_s())
             revoked = [self._landings.get(e.claim) for e in effects if isinstance(e, RevokeClaim)]
@@ -374,16 +380,21 @@ class Landing:
         self._scratch = scratch
         self._lock = Lock()
         self._filled = 0
-        self._encoded = scratch.encoded(header.wire_bytes) if header.codec != Codec.NONE else None
+        self._encoded: bytearray | None = None
 
     @property
     def remaining(self) -> int:
         return self.header.wire_bytes - self._filled
 
+    def prepare(self) -> None:
+        """Take memory for the encoded bytes. Raises TransportError when none comes free."""
+        if self.header.codec != Codec.NONE:
+            self._encoded = self._scratch.lease(self.header.wire_bytes)
+
     def fill(self, receive: Receive) -> int | None:
         with self._lock:
             if self._encoded is not None:
-                place = self._encoded[self._filled :]
+                place = memoryview(self._encoded)[self._filled : self.header.wire_bytes]
             elif self.target is not None:
                 place = self.target[self._filled :]
             else:
@@ -396,17 +407,19 @@ class Landing:
         return received
 
     def complete(self) -> None:
-        if self.drop is not None:
-            self._transfer.dropped(self, self.drop)
-            return
         with self._lock:
             problem = None if self.target is None else self._verify(self.target)
             self.target = None
-        self._transfer.landed(self, problem)
+            self._give_back()
+        if self.drop is not None:
+            self._transfer.dropped(self, self.drop)
+        else:
+            self._transfer.landed(self, problem)
 
     def abandon(self) -> None:
         with self._lock:
             self.target = None
+            self._give_back()
         if self.drop is None:
             self._transfer.aborted(self)
 
@@ -414,6 +427,11 @@ class Landing:
         """Returns once no byte can reach the slot through this any more."""
         with self._lock:
             self.target = None
+
+    def _give_back(self) -> None:
+        if self._encoded is not None:
+            self._scratch.release(self._encoded)
+            self._encoded = None
 
     def answer(self, kind: FrameType, payload: ReasonPayload | None = None) -> None:
         """ACK or NACK of this chunk."""
@@ -427,7 +445,8 @@ class Landing:
         if self._encoded is not None:
             try:
                 item_bytes = self._transfer.item_bytes(header.piece)
-                self._scratch.codec.decode_into(Codec(header.codec), self._encoded, item_bytes, target)
+                wire = memoryview(self._encoded)[: header.wire_bytes]
+                self._scratch.codec.decode_into(Codec(header.codec), wire, item_bytes, target)
             except ProtocolError:
                 return "checksum"  # the bytes are wrong, found before the checksum was needed
         if header.flags & FLAG_CHECKSUM and xxhash.xxh3_128_digest(target) != header.checksum:

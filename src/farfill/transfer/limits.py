@@ -15,7 +15,14 @@ _FALLBACKS = frozenset(FallbackReason)
 _KNOWN_REASONS = frozenset(
     {
         *("bad_frame", "bad_chunk", "bad_chunk_size", "oversize", "flooded", "checksum_missing"),
-        *("protocol_version", "wrong_name", "layout_mismatch", "manifest_mismatch", "identity_refused"),
+        *(
+            "protocol_version",
+            "wrong_name",
+            "peer_not_allowed",
+            "layout_mismatch",
+            "manifest_mismatch",
+            "identity_refused",
+        ),
         *("ticket_malformed", "ticket_forged", "ticket_expired", "ticket_not_yet_valid", "ticket_replayed"),
         *("ticket_wrong_peer", "ticket_wrong_fingerprint", "ticket_wrong_transfer"),
         *("not_expected", "too_many_parked", "unknown_transfer", "connection_lost"),

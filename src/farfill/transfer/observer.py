@@ -32,6 +32,10 @@ class TransferObserver(Protocol):
         """The estimates of the link to `peer` changed."""
         ...
 
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+        """What TCP measured on all connections to `peer`; `segments_resent` since the last call."""
+        ...
+
 
 class SilentObserver:
     """Listens to nothing."""
@@ -55,4 +59,7 @@ class SilentObserver:
         pass
 
     def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:
+        pass
+
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
         pass

@@ -242,6 +242,11 @@ class PushedTransfer:
         )
         return OutgoingFrame(encode_frame(FrameHeader(FrameType.OPEN, self.key), payload))
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk of the cut in force; 0 before there is one."""
+        return 0 if self._machine.grid is None else self._machine.grid.chunk_bytes
+
     def has_overdue(self, connection: int, overdue_s: float) -> bool:
         """Whether `pull` would take over a chunk that another connection does not get through."""
         with self._lock:

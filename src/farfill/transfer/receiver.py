@@ -11,6 +11,7 @@ import contextlib
 import ssl
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -24,6 +25,7 @@ from farfill.core.layout import KVLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
+from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.events import Ended
 from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
@@ -99,6 +101,10 @@ class KVReceiver:
         transport: Transport | None = None,
     ) -> None:
         self.me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
+        self.allowed_peers: Sequence[str] = config.allowed_peers
+        chunk_bytes = min(config.chunk_size_mb, config.receive_budget_mb // 4) * _MIB
+        self.budget = ReceiveBudget(config.receive_budget_mb * _MIB, chunk_bytes)
+        self._chunk_limit_bytes = chunk_bytes
         self._layout = layout
         self._verifier = verifier
         self._config = config
@@ -112,7 +118,10 @@ class KVReceiver:
         self._ticker: asyncio.Task[None] | None = None
         self._acceptor = Acceptor(
             listen,
-            transport or TlsTcpTransport(server=server_ctx, sealed=config.encryption == "sealed"),
+            transport
+            or TlsTcpTransport(
+                server=server_ctx, sealed=config.encryption == "sealed", choose_congestion=config.congestion == "auto"
+            ),
             self,
             liveness=liveness_of(config),
             clock=clock,
@@ -155,7 +164,7 @@ class KVReceiver:
             slot,
             ReceiveOptions(
                 limits=limits_of(self._config, timeout_s),
-                chunk_limit_bytes=self._config.chunk_size_mb * _MIB,
+                chunk_limit_bytes=self._chunk_limit_bytes,
                 checksum=self._config.checksum,
             ),
             self,

@@ -51,7 +51,9 @@ class KVSender:
         transport: Transport | None = None,
     ) -> None:
         self._me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
-        self._transport = transport or TlsTcpTransport(client=client_ctx, sealed=config.encryption == "sealed")
+        self._transport = transport or TlsTcpTransport(
+            client=client_ctx, sealed=config.encryption == "sealed", choose_congestion=config.congestion == "auto"
+        )
         self._config = config
         self._clock = clock
         self._observer = observer or SilentObserver()
@@ -97,7 +99,7 @@ class KVSender:
             limits=limits_of(config, timeout_s),
             chunk_bytes=propose_chunk_bytes(
                 manifest.total_bytes,
-                config.connections,
+                link.connections,
                 config.chunk_size_mb * _MIB,
                 link.estimate.rate_bytes_per_s,
             ),

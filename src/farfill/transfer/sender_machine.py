@@ -282,10 +282,11 @@ class SenderMachine:
     def _tick(self, now_s: float) -> list[SenderEffect]:
         limits = self._limits
         grace_s = limits.open_grace_s if self._grid is None else limits.grace_s
-        if self._down_since_s is not None and now_s - self._down_since_s >= grace_s:
-            return self._end(FallbackReason.LINK_LOST, self._down_detail or "no connection is left", tell=True)
         waiting = self._grid is None or (self._finish_requested and not self._pending and not self._inflight)
-        if (waiting or self._asked) and now_s - self._waiting_since_s >= limits.timeout_s:
+        late = (waiting or self._asked) and now_s - self._waiting_since_s >= limits.timeout_s
+        if self._down_since_s is not None and (late or now_s - self._down_since_s >= grace_s):
+            return self._end(FallbackReason.LINK_LOST, self._down_detail or "no connection is left", tell=True)
+        if late:
             what = "not accepted" if self._grid is None else "not confirmed"
             return self._end(FallbackReason.TRANSFER_TIMEOUT, f"{what} in {limits.timeout_s:g} s", tell=True)
         # Chunks that wait for the link are no silence of ours.

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.transfer.limits import Liveness
 from farfill.transport.errors import TransportTimeoutError
-from farfill.transport.protocol import OutgoingFrame
+from farfill.transport.protocol import OutgoingFrame, PathSample
 from farfill.transport.waker import Waker
 from farfill.wire.frames import FrameHeader, FrameType, HelloPayload, Payload, ReasonPayload, encode_frame
 
@@ -78,7 +79,7 @@ class PeerSession:
             return max(0.0, now_s - header.offset / _MICROSECONDS)
         raise ProtocolError(f"{header.type.name} does not belong here", reason="bad_frame")
 
-    def tick(self, now_s: float) -> float:
+    def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
         """Deadlines of the connection itself. Raises TransportTimeoutError when the peer is silent."""
         if not self.welcomed:
             left_s = self._opened_s + self._liveness.handshake_s - now_s

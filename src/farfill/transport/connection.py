@@ -45,8 +45,12 @@ class Connection:
     def run(self) -> None:
         """Until either side ends it. Errors go to `session.closed`, never out of here."""
         error: Exception | None = None
+        at_once = True
         try:
             self._loop()
+            at_once = False
+        except (ProtocolError, IncompatiblePeerError) as failed:
+            error, at_once = failed, False
         except (FarfillError, OSError) as failed:
             error = failed
         except Exception as failed:
@@ -57,7 +61,8 @@ class Connection:
                 self._sink.abandon()
             self._session.closed(error)
         finally:
-            self._channel.close()
+            # Bytes of a broken connection must not arrive late: their chunks travel elsewhere.
+            self._channel.close(at_once=at_once)
 
     def _loop(self) -> None:
         poll = select.poll()
@@ -68,7 +73,7 @@ class Connection:
             self._waker.clear()
             if self._waker.stopped:
                 raise TransportInterruptedError("closed from this side")
-            wait_s = min(self._session.tick(self._clock.now_s()), MAX_WAIT_S)
+            wait_s = min(self._session.tick(self._clock.now_s(), self._channel.path), MAX_WAIT_S)
             moved = self._write()
             if self._session.finishing:
                 self._wind_down()

@@ -243,7 +243,7 @@ def test_records_are_sealed_only_when_both_ends_ask_for_it(tmp_path: Path, seali
     )
     try:
         for channel in (dialled, accepted):
-            assert (type(channel).__name__ == "_SealedChannel") is all(sealing)
+            assert (type(channel).__name__ == "SealedChannel") is all(sealing)
         _exchange(dialled, accepted)
         _exchange(accepted, dialled)
     finally:

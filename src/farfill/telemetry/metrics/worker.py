@@ -93,7 +93,9 @@ class WorkerMetrics:
             "farfill_chunk_wire_bytes", "Their bytes on the wire.", direction=directions, codec=CODECS
         )
         self._resent = metrics.counter(
-            "farfill_chunks_resent", "Chunks that had to travel again.", reason=("checksum",)
+            "farfill_chunks_resent",
+            "Chunks that had to travel again.",
+            reason=("checksum", "connection_lost", "overdue"),
         )
         self._dropped = metrics.counter("farfill_chunks_dropped", "Chunks that nobody needed any more.", reason=())
         self._refused = metrics.counter(
@@ -103,6 +105,14 @@ class WorkerMetrics:
         self._connections = metrics.gauge("farfill_connections", "KV connections to another worker.", peer=())
         self._link_rate = metrics.gauge("farfill_link_bytes_per_second", "Estimated rate of a link.", peer=())
         self._link_rtt = metrics.gauge("farfill_link_rtt_seconds", "Estimated round trip of a link.", peer=())
+
+        self._tcp_rtt = metrics.gauge(
+            "farfill_tcp_rtt_seconds", "Smoothed round trip of TCP, queues included.", peer=()
+        )
+        self._tcp_delivery = metrics.gauge(
+            "farfill_tcp_delivery_bytes_per_second", "Latest delivery rate of TCP, all connections.", peer=()
+        )
+        self._tcp_resent = metrics.counter("farfill_tcp_segments_resent", "Segments TCP sent again.", peer=())
 
     def set_capacity(self, kv_total_bytes: int) -> None:
         """KV memory this worker may use."""
@@ -171,6 +181,12 @@ class WorkerMetrics:
             self._link_rate(peer=peer).set(rate_bytes_per_s)
         if rtt_s is not None:
             self._link_rtt(peer=peer).set(rtt_s)
+
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+        """What TCP measured on all connections to `peer`; `segments_resent` since the last call."""
+        self._tcp_rtt(peer=peer).set(rtt_s)
+        self._tcp_delivery(peer=peer).set(delivery_bytes_per_s)
+        self._tcp_resent(peer=peer).inc(segments_resent)
 
     def _count_chunk(self, direction: str, raw_bytes: int, wire_bytes: int, codec: str) -> None:
         self._chunks(direction=direction, codec=codec).inc()
