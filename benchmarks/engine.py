@@ -4,8 +4,10 @@
   with its own DynamicCache and `sdpa` on the same chunks (must be ≥ 0.9);
 - batch: tokens/s of 8 streams decoded together, over one stream (must be ≥ 3).
 
-Both sides of a ratio alternate, the figure is the ratio of medians. One JSON line per figure on standard output,
-facts about the machine and absolute numbers on standard error; exit status 1 when a figure falls short.
+Both sides are measured in turns, each round's first becoming the next one's second, and the figure is the median
+of the rounds' ratios, so that other work on the machine meets both sides alike. One JSON line per figure on
+standard output, facts about the machine and absolute numbers on standard error; exit status 1 when a figure falls
+short.
 """
 
 from __future__ import annotations
@@ -114,11 +116,22 @@ def decode_tokens_per_s(engine: Any, streams: int, seed: int) -> float:
     return tokens / (ended - begun)
 
 
-def alternate(rounds: int, first: Callable[[int], float], second: Callable[[int], float]) -> tuple[float, float]:
-    """Medians of both, measured in turns after one round of warming up."""
-    first(0), second(0)
-    pairs = [(first(i), second(i)) for i in range(1, rounds + 1)]
-    return statistics.median(a for a, _ in pairs), statistics.median(b for _, b in pairs)
+def compare(rounds: int, first: Callable[[int], float], second: Callable[[int], float]) -> tuple[float, float, float]:
+    """Medians of first / second, of first and of second, after one round of warming up."""
+    for side in (first, second):
+        side(0)
+    pairs: list[tuple[float, float]] = []
+    for i in range(1, rounds + 1):
+        if i % 2:
+            pairs.append((first(i), second(i)))
+        else:
+            later = second(i)
+            pairs.append((first(i), later))
+    return (
+        statistics.median(a / b for a, b in pairs),
+        statistics.median(a for a, _ in pairs),
+        statistics.median(b for _, b in pairs),
+    )
 
 
 def report(name: str, value: float, must: float) -> bool:
@@ -138,20 +151,20 @@ def measure(path: Path, dtype: str, threads: int, rounds: int) -> bool:
     net = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
     engine.start()
     try:
-        plain_s, engine_s = alternate(
+        prefill_ratio, plain_s, engine_s = compare(
             rounds, lambda seed: plain_prefill_s(net, seed), lambda seed: engine_prefill_s(engine, seed)
         )
-        one, many = alternate(
+        decode_ratio, many, one = compare(
             rounds,
-            lambda seed: decode_tokens_per_s(engine, 1, seed),
             lambda seed: decode_tokens_per_s(engine, STREAMS, seed),
+            lambda seed: decode_tokens_per_s(engine, 1, seed),
         )
     finally:
         engine.close()
     note(f"{dtype}: prefill {PROMPT_TOKENS / engine_s:.0f} tokens/s, plain {PROMPT_TOKENS / plain_s:.0f} tokens/s")
     note(f"{dtype}: decode 1 stream {one:.1f} tokens/s, {STREAMS} streams {many:.1f} tokens/s")
-    prefill_ok = report(f"engine_prefill_over_plain_{dtype}", plain_s / engine_s, 0.9)
-    return report(f"engine_decode_{STREAMS}_streams_over_1_{dtype}", many / one, 3.0) and prefill_ok
+    prefill_ok = report(f"engine_prefill_over_plain_{dtype}", prefill_ratio, 0.9)
+    return report(f"engine_decode_{STREAMS}_streams_over_1_{dtype}", decode_ratio, 3.0) and prefill_ok
 
 
 def note(text: str) -> None:

@@ -35,7 +35,7 @@ from farfill.config.load import load_config
 from farfill.verify.client import ForcedPlacement, GatewayClient, Generation, gateway_client
 from farfill.verify.corpus import Corpus
 from farfill.verify.prompts import load_corpus
-from farfill.verify.scrape import Scraper, is_idle, scraper, unowned_kv_bytes, wait_until
+from farfill.verify.scrape import Scraper, is_idle, scraper, wait_until
 
 LENGTHS = (16, 40, 100, 250, 600, 1_200)
 AT_ONCE = 8
@@ -89,7 +89,7 @@ async def main() -> int:
             note(f"after: RSS {after.rss / 2**20:.1f} MiB, PSS {after.pss / 2**20:.1f} MiB")
             samples = await scraping.worker(DECODE)
         figures.at_most("memory_decode_rss_after_over_idle", after.rss / idle.rss, LIMIT)
-        figures.at_most("memory_decode_kv_bytes_without_owner", unowned_kv_bytes(samples), 0)
+        figures.at_most("memory_decode_kv_used_bytes", samples.total("farfill_kv_used_bytes"), 0)
         figures.at_most("memory_decode_held_transfers", samples.total("farfill_held_transfers"), 0)
     return figures.exit_code
 

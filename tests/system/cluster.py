@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import signal
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +108,17 @@ class Cluster:
 
     def wait_known(self, names: set[str], *, url: str | None = None) -> None:
         """Wait until the gateway knows exactly these workers as ready."""
-        end_s = time.monotonic() + START_DEADLINE_S
-        while (known := _ready_workers(url or self.url)) != names:
-            for name, child in self._children.items():
-                if child.exit_code is not None:
-                    raise AssertionError(f"{name} exited with {child.exit_code}:\n{self.log_tail(name)}")
-            if time.monotonic() > end_s:
-                raise AssertionError(f"the gateway knows {known}, not {names}\n{self.log_tail('gateway')}")
-            time.sleep(0.1)
+        self._wait(lambda known: set(known) == names, f"exactly {names}", url or self.url)
+
+    async def respawn(self, name: str) -> None:
+        """Start a member that is gone, and wait until the gateway knows its new life (not its old lease).
+
+        The wait is in a thread, the start is not: a child goes with the thread that started it.
+        """
+        old = _ready_workers(self.url).get(name)
+        self.spawn(name)
+        new_life = f"a new {name}"
+        await asyncio.to_thread(self._wait, lambda known: known.get(name) not in (None, old), new_life, self.url)
 
     def events(self, name: str, event: str) -> list[dict[str, Any]]:
         """Log lines of one kind a member wrote, over all its lives."""
@@ -134,6 +138,16 @@ class Cluster:
         """The gateway's client and a scraper of all members."""
         async with self.client() as client, scraper(self.loaded) as scraping:
             yield client, scraping
+
+    def _wait(self, holds: Callable[[dict[str, str]], bool], what: str, url: str) -> None:
+        end_s = time.monotonic() + START_DEADLINE_S
+        while not holds(known := _ready_workers(url)):
+            for name, child in self._children.items():
+                if child.exit_code is not None:
+                    raise AssertionError(f"{name} exited with {child.exit_code}:\n{self.log_tail(name)}")
+            if time.monotonic() > end_s:
+                raise AssertionError(f"the gateway knows {known}, not {what}\n{self.log_tail('gateway')}")
+            time.sleep(0.1)
 
     def _stopped(self, name: str) -> int | None:
         child = self._children.pop(name)
@@ -162,10 +176,11 @@ def running(plan: LocalPlan, folder: Path, *, relayed: bool = False) -> Iterator
     assert set(statuses.values()) <= {0}, f"exit statuses {statuses}"
 
 
-def _ready_workers(url: str) -> set[str]:
+def _ready_workers(url: str) -> dict[str, str]:
+    """Generation of each ready worker by name; empty while the gateway does not answer."""
     try:
         with urllib.request.urlopen(f"{url}/v1/farfill/instances", timeout=5) as answer:
             instances = json.load(answer)["instances"]
     except (OSError, urllib.error.URLError):
-        return set()
-    return {entry["name"] for entry in instances if entry["state"] == "ready"}
+        return {}
+    return {entry["name"]: entry["generation"] for entry in instances if entry["state"] == "ready"}

@@ -56,7 +56,7 @@ def parity(
     repeat: Annotated[int, typer.Option(min=1, help="Rounds over the lengths, each with other text.")] = 1,
     concurrency: Annotated[
         int,
-        typer.Option(min=1, help="Prompts compared at once; from 2 on decode is batched, which rounds differently."),
+        typer.Option(min=1, help="Prompts compared at the same time; from 2 on, decode is batched."),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
     start: Annotated[bool, typer.Option("--up", help="Start a cluster for this run, and stop it.")] = False,

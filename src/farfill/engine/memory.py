@@ -7,6 +7,7 @@ memory follows its load. A buffer is never reused: a late reader sees stale byte
 from __future__ import annotations
 
 import mmap
+import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -17,6 +18,7 @@ import numpy.typing as npt
 from farfill.core.errors import CapacityError, InvalidRequestError
 
 _PAGES_FROM_BYTES = 1 << 16
+_PRIVATE = 0 if sys.platform == "win32" else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Owner(Protocol):
@@ -102,4 +104,5 @@ def allocate_bytes(nbytes: int) -> npt.NDArray[np.uint8]:
     """A writable buffer; large ones are pages of their own, untouched pages cost nothing."""
     if nbytes < _PAGES_FROM_BYTES:
         return np.zeros(nbytes, np.uint8)
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    pages = mmap.mmap(-1, nbytes) if sys.platform == "win32" else mmap.mmap(-1, nbytes, flags=_PRIVATE)
+    return np.frombuffer(pages, np.uint8)

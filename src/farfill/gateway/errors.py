@@ -21,7 +21,6 @@ _INVALID_STATUS = {
     "not_found": 404,
     "method_not_allowed": 405,
     "body_too_large": 413,
-    "unsupported_media_type": 415,
 }
 
 

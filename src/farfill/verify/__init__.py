@@ -1,0 +1,1 @@
+"""What is asked of a running cluster: parity of far and near prefill, and its metrics."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -36,15 +37,22 @@ def print_report(console: Console, result: ParityResult) -> None:
 
 def describe(row: ParityRow) -> str:
     """One line, printed when a row is done."""
-    return f"{_name(row)}: {row.verdict}, {row.equal_tokens}/{row.output_tokens} tokens"
+    counted = f", {row.equal_tokens} of {row.output_tokens} output tokens" if row.output_tokens else ""
+    return f"{_name(row)}: {row.verdict}{counted}"
 
 
 def _table(result: ParityResult) -> Table:
-    table = Table(title="Far prefill against local prefill, token id by token id")
-    table.add_column("prompt")
-    for heading in ("tokens", "mode", "equal", "max |Δlogprob|", "KV raw", "KV wire", "TTFT remote", "TTFT local"):
-        table.add_column(heading, justify="right")
-    table.add_column("verdict")
+    """Fits 80 columns."""
+    table = Table(
+        title="Far prefill against local prefill, token id by token id",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 0),
+        pad_edge=False,
+    )
+    table.add_column("prompt", overflow="fold")
+    for heading in ("tokens", "mode", "equal", "max\n|Δlogprob|", "KV MiB\nraw/wire", "TTFT s\nremote/local"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
     for row in result.rows:
         ran = row.output_tokens > 0
         table.add_row(
@@ -53,10 +61,8 @@ def _table(result: ParityResult) -> Table:
             row.mode,
             f"{row.equal_tokens}/{row.output_tokens}" if ran else "-",
             f"{row.max_logprob_delta:.2g}" if ran else "-",
-            _size(row.kv_raw_bytes) if ran else "-",
-            _size(row.kv_wire_bytes) if ran else "-",
-            _seconds(row.remote_ttft_s),
-            _seconds(row.local_ttft_s),
+            f"{_mib(row.kv_raw_bytes)}/{_mib(row.kv_wire_bytes)}" if ran else "-",
+            f"{_seconds(row.remote_ttft_s)}/{_seconds(row.local_ttft_s)}" if ran else "-",
             Text(row.verdict, style=_STYLE[row.verdict]),
         )
     return table
@@ -85,7 +91,7 @@ def _summary(result: ParityResult) -> str:
 
 
 def _name(row: ParityRow) -> str:
-    return f"{row.source} ({row.mode})"
+    return f"{row.source}, {row.prompt_tokens} tokens, {row.mode}"
 
 
 def _entry(top: tuple[TokenLogprob, ...], rank: int) -> tuple[str | Text, str]:
@@ -95,9 +101,9 @@ def _entry(top: tuple[TokenLogprob, ...], rank: int) -> tuple[str | Text, str]:
     return Text(repr(token)), f"{logprob:.6f}"
 
 
-def _size(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f}"
 
 
 def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.3f} s"
+    return "-" if value is None else f"{value:.2f}"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from farfill.core.errors import FarfillError
+from farfill.core.errors import ConfigError
 from farfill.verify.client import GatewayClient
 from farfill.verify.corpus import Corpus, corpus_of, corpus_text
 
@@ -17,11 +17,10 @@ DEFAULT_LENGTHS = (16, 300, 2_000, 6_000)
 DEFAULT_OUTPUT_TOKENS = 64
 
 
-class PromptFileError(FarfillError):
+class PromptFileError(ConfigError):
     """The prompt file cannot be used; the message names file and line."""
 
     reason = "prompt_file_invalid"
-    side = "client"
 
 
 class SamplingMode(StrEnum):
@@ -88,9 +87,7 @@ def corpus_cases(
     for turn in range(repeat):
         for number, length in enumerate(lengths):
             variant = turn * len(lengths) + number
-            yield from _both_modes(
-                f"corpus {length}", corpus.prompt_of(length, variant), max_tokens, 1 + variant, context_tokens
-            )
+            yield from _both_modes("corpus", corpus.prompt_of(length, variant), max_tokens, 1 + variant, context_tokens)
 
 
 async def file_cases(client: GatewayClient, path: Path, *, max_tokens: int, context_tokens: int) -> list[ParityCase]:

@@ -17,6 +17,13 @@ from farfill.core.errors import UnavailableError
 from farfill.transport.tls import client_context
 
 POLL_S = 0.1
+_BUSY = (
+    "farfill_running_sequences",
+    "farfill_waiting_sequences",
+    "farfill_queue_tokens",
+    "farfill_held_transfers",
+    "farfill_kv_used_bytes",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +93,8 @@ def parse_samples(text: str) -> Samples:
 
 
 def is_idle(samples: Samples) -> bool:
-    """Nothing runs or waits, no transfer holds KV, and what KV is used is the prefix cache's."""
-    busy = ("farfill_running_sequences", "farfill_waiting_sequences", "farfill_queue_tokens", "farfill_held_transfers")
-    return all(samples.total(name) == 0 for name in busy) and unowned_kv_bytes(samples) == 0
-
-
-def unowned_kv_bytes(samples: Samples) -> float:
-    """KV bytes in use beyond the prefix cache."""
-    return samples.total("farfill_kv_used_bytes") - samples.total("farfill_prefix_cache_bytes")
+    """Nothing runs or waits, no transfer and no sequence holds KV (the prefix cache may)."""
+    return all(samples.total(name) == 0 for name in _BUSY)
 
 
 @contextlib.asynccontextmanager

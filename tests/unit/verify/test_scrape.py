@@ -7,13 +7,13 @@ import pytest
 from farfill.core.errors import UnavailableError
 from farfill.engine.protocol import EngineLoad
 from farfill.telemetry.metrics import WorkerMetrics, exposition
-from farfill.verify.scrape import Samples, is_idle, parse_samples, unowned_kv_bytes, wait_until
+from farfill.verify.scrape import Samples, is_idle, parse_samples, wait_until
 
 IDLE = {
     "queued_tokens": 0,
     "running_sequences": 0,
     "waiting_sequences": 0,
-    "kv_used_bytes": 64,
+    "kv_used_bytes": 0,
     "prefix_cache_bytes": 64,
 }
 
@@ -38,12 +38,11 @@ def test_total_sums_the_samples_with_the_labels_asked_for() -> None:
 
 def test_is_idle_with_only_the_prefix_cache_held() -> None:
     assert is_idle(_samples())
-    assert unowned_kv_bytes(_samples(kv_used_bytes=80)) == 16
 
 
 @pytest.mark.parametrize(
     "busy",
-    [{"held": 1}, {"queued_tokens": 5}, {"running_sequences": 1}, {"waiting_sequences": 1}, {"kv_used_bytes": 65}],
+    [{"held": 1}, {"queued_tokens": 5}, {"running_sequences": 1}, {"waiting_sequences": 1}, {"kv_used_bytes": 1}],
 )
 def test_is_idle_is_false_while_anything_is_held(busy: dict[str, int]) -> None:
     assert not is_idle(_samples(**busy))

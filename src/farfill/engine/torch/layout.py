@@ -24,8 +24,10 @@ _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 def derive_layout(model: Any, prefill_chunk_tokens: int) -> KVLayout:
     """The layout of `model`'s cache, with row shapes and dtypes seen in a forward pass of two tokens."""
     config = model.config.get_text_config()
-    _require_supported(model, config)
     cache = DynamicCache(config=config)
+    for index, layer in enumerate(cache.layers):
+        _kind(index, layer)
+    _require_supported(model, config)
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
     model.base_model(input_ids=ids, cache=cache, use_cache=True)
     tensors: list[TensorLayout] = []
@@ -48,14 +50,14 @@ def _kind(index: int, layer: Any) -> tuple[TensorKind, int]:
 
 def _require_supported(model: Any, config: Any) -> None:
     name = type(model).__name__
-    if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
-        raise ModelUnsupportedError(f"{name} does not let its attention be replaced")
     others = set(getattr(config, "layer_types", None) or ()) - _ATTENTION_TYPES
     if others:
         raise ModelUnsupportedError(f"{name} has {', '.join(sorted(others))} layers, which this engine cannot batch")
     for key in ("attn_logit_softcapping", "attention_chunk_size"):
         if getattr(config, key, None) is not None:
             raise ModelUnsupportedError(f"{name} uses {key}, which this engine does not support")
+    if not (getattr(model, "_supports_sdpa", False) and getattr(model, "_supports_attention_backend", False)):
+        raise ModelUnsupportedError(f"{name} does not let its attention be replaced")
     if getattr(config, "use_bidirectional_attention", None):
         raise ModelUnsupportedError(f"{name} is not causal")
     parameters = getattr(config, "rope_parameters", None) or {}

@@ -4,6 +4,9 @@ Two reasons. Speed: packed products of few rows are up to twice as fast as `torc
 decode step is made of. Exactness: a product over at most 1024 inputs is summed in one order whatever the number of
 rows and threads (measured), so a sequence gets the same tokens alone and in
 a batch. Longer products are cut into such parts, as long as the parts are few: each adds one rounding.
+
+oneDNN compiles and keeps code for every number of rows it meets, some MiB a number; the odd lengths of prompts'
+last chunks would fill memory with it. So numbers above `_EXACT_ROWS` are rounded up, and the extra rows dropped.
 """
 
 from __future__ import annotations
@@ -12,12 +15,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 
 _MAX_PART_INPUTS = 1024
 _MAX_PARTS = 4
 _PART_MULTIPLE = 64
 # The number of rows the packing is made for; other numbers run as well.
 _ROWS_HINT = 8
+_EXACT_ROWS = 16
+_ROW_STEP = 32
 
 
 class PackedLinear(nn.Module):
@@ -32,20 +38,30 @@ class PackedLinear(nn.Module):
         self._parts = [(start, end, _pack(weight[:, start:end])) for start, end in _cut(self.in_features)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x Wᵀ + b."""
+        rows = x.shape[:-1].numel()
+        padded = padded_rows(rows)
+        if padded == rows:
+            return self._multiply(x)
+        y = self._multiply(pad(x.reshape(rows, self.in_features), (0, 0, 0, padded - rows)))
+        return y[:rows].view(*x.shape[:-1], self.out_features)
+
+    def _multiply(self, x: torch.Tensor) -> torch.Tensor:
         """The product, its parts added up in order."""
         product: Any = torch.ops.mkldnn._linear_pointwise
-        if len(self._parts) == 1:
-            return product(x, self._parts[0][2], self._bias, "none", [], "")
-        y: torch.Tensor | None = None
-        for start, end, weight in self._parts:
-            part = x[..., start:end]
-            y = (
-                product(part, weight, self._bias, "none", [], "")
-                if y is None
-                else product.binary(part, y, weight, None, "add")
-            )
-        assert y is not None
+        _, end, weight = self._parts[0]
+        y = product(x if len(self._parts) == 1 else x[..., :end], weight, self._bias, "none", [], "")
+        for start, end, weight in self._parts[1:]:
+            y = product.binary(x[..., start:end], y, weight, None, "add")
         return y
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows `rows` are computed as: exact when few, else at most a quarter more (32 below 256)."""
+    if rows <= _EXACT_ROWS:
+        return rows
+    step = max(_ROW_STEP, (1 << (rows - 1).bit_length()) // 8)
+    return -(-rows // step) * step
 
 
 def pack_linears(net: nn.Module) -> int:

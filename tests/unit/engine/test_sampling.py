@@ -1,0 +1,133 @@
+"""Sampling: greedy, filters, penalties, bans, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from farfill.core.errors import EngineError
+from farfill.core.sampling import SamplingParams
+from farfill.engine.sampling import Sampler
+
+PROBABILITIES = np.array([0.5, 0.25, 0.15, 0.07, 0.03])
+LOGITS = np.log(PROBABILITIES).astype(np.float32)
+finite = arrays(np.float32, st.integers(1, 40), elements=st.floats(-30, 30, width=32))
+
+
+def sampler(prompt: tuple[int, ...] = (), eos: tuple[int, ...] = (), index: int = 0, **params: Any) -> Sampler:
+    return Sampler(SamplingParams(**params), prompt, eos, index)
+
+
+def support(draws: int = 400, **params: Any) -> set[int]:
+    """The tokens that come up in many draws from `LOGITS`."""
+    one = sampler(seed=1, **params)
+    return {one.sample(LOGITS).token_id for _ in range(draws)}
+
+
+@given(finite)
+def test_temperature_zero_takes_the_best_token(logits: np.ndarray) -> None:
+    before = logits.copy()
+    assert sampler(temperature=0).sample(logits).token_id == int(np.argmax(logits))
+    assert np.array_equal(logits, before)
+
+
+@given(finite, st.integers(1, 5), st.floats(0.05, 1), st.floats(0, 1), st.integers(0, 2**64))
+def test_filters_always_leave_the_best_token_a_chance(
+    logits: np.ndarray, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    token = sampler(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed).sample(logits).token_id
+    weights = np.exp((logits - logits.max()).astype(np.float64) / 0.7)
+    assert weights[token] >= min_p
+    assert (weights > weights[token]).sum() < top_k
+
+
+@pytest.mark.parametrize(
+    ("params", "expected"),
+    [
+        ({}, {0, 1, 2, 3, 4}),
+        ({"top_k": 2}, {0, 1}),
+        ({"top_p": 0.7}, {0, 1}),
+        ({"top_p": 0.76}, {0, 1, 2}),
+        ({"top_p": 0.01}, {0}),
+        ({"min_p": 0.29}, {0, 1, 2}),
+        ({"top_k": 3, "top_p": 0.8}, {0, 1}),
+        ({"temperature": 0.01}, {0}),
+    ],
+)
+def test_filter_keeps_exactly_these_tokens(params: dict[str, Any], expected: set[int]) -> None:
+    assert support(**params) == expected
+
+
+def test_draws_follow_the_distribution() -> None:
+    one = sampler(seed=3)
+    counts = Counter(one.sample(LOGITS).token_id for _ in range(20_000))
+    for token, probability in enumerate(PROBABILITIES):
+        assert counts[token] / 20_000 == pytest.approx(probability, abs=4 * math.sqrt(probability / 20_000))
+
+
+def test_top_p_over_a_flat_large_vocabulary_keeps_enough() -> None:
+    one = sampler(seed=3, top_p=0.9)
+    flat = np.zeros(5000, np.float32)
+    drawn = {one.sample(flat).token_id for _ in range(4000)}
+    assert 4000 < max(drawn) < 4500
+
+
+def test_equal_seeds_repeat_and_choices_differ() -> None:
+    wide = np.zeros(1000, np.float32)
+
+    def tokens(seed: int, index: int) -> list[int]:
+        one = sampler(seed=seed, index=index)
+        return [one.sample(wide).token_id for _ in range(20)]
+
+    assert tokens(5, 1) == tokens(5, 1) == tokens(6, 0)
+    assert tokens(5, 0) != tokens(5, 1)
+    assert len(tokens(-3, 0)) == 20
+
+
+def test_frequency_and_presence_penalties_count_output_only() -> None:
+    logits = np.array([1.0, 0.9, 0.0], np.float32)
+    one = sampler(prompt=(0,), temperature=0, frequency_penalty=0.06)
+    assert [one.sample(logits).token_id for _ in range(4)] == [0, 0, 1, 0]
+    two = sampler(prompt=(0,), temperature=0, presence_penalty=0.5)
+    assert [two.sample(logits).token_id for _ in range(4)] == [0, 1, 0, 0]
+
+
+def test_repetition_penalty_counts_the_prompt_and_both_signs() -> None:
+    one = sampler(prompt=(0, 99), temperature=0, repetition_penalty=2.0)
+    assert one.sample(np.array([1.5, 1.0, -9.0], np.float32)).token_id == 1
+    two = sampler(prompt=(0,), temperature=0, repetition_penalty=2.0)
+    assert two.sample(np.array([-1.0, -1.5], np.float32)).token_id == 1
+
+
+def test_logit_bias_moves_one_token() -> None:
+    assert sampler(temperature=0, logit_bias={4: 100.0, 77: 5.0}).sample(LOGITS).token_id == 4
+
+
+def test_ends_are_banned_until_min_tokens() -> None:
+    one = sampler(eos=(0,), temperature=0, stop_token_ids=(1,), min_tokens=2, logit_bias={0: 100.0})
+    assert [one.sample(LOGITS).token_id for _ in range(3)] == [2, 2, 0]
+
+
+def test_logprobs_are_of_the_raw_distribution() -> None:
+    sampled = sampler(temperature=0, logprobs=2, logit_bias={4: 100.0}).sample(LOGITS)
+    assert sampled.token_id == 4
+    assert sampled.logprob == pytest.approx(math.log(0.03), abs=1e-5)
+    assert [token for token, _ in sampled.top] == [0, 1]
+    assert sampled.top[0][1] == pytest.approx(math.log(0.5), abs=1e-5)
+    assert sampler(temperature=0, logprobs=0).sample(LOGITS).top == ()
+    assert sampler(temperature=0).sample(LOGITS).logprob is None
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_logits_without_a_choice_are_an_error(temperature: float, bad: float) -> None:
+    with pytest.raises(EngineError) as failed:
+        sampler(temperature=temperature).sample(np.full(4, bad, np.float32))
+    assert failed.value.reason == "bad_logits"
