@@ -31,7 +31,7 @@ class Peer(Protocol):
     def connect(self, where: str) -> None: ...
 
     def write(self, nbytes: int, slice_bytes: int) -> None:
-        """In slices where that helps. Returns when the competitor says that it is done. Raises RuntimeError when it failed."""
+        """In slices where that helps. Returns when it says that it is done; raises RuntimeError when it failed."""
         ...
 
 

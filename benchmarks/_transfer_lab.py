@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-
 from _common import note
 from _transfer_layout import FINGERPRINT, cache_folder, layout_of, tokens_for
 from farfill.cli.pki import Member, create_pki
@@ -236,9 +235,10 @@ class PeerSystem:
         *,
         slice_bytes: int = 0,
         sites: tuple[str, str] = (FAR, NEAR),
+        name: str | None = None,
     ) -> None:
         """`slice_bytes`: Mooncake's bytes come in writes of so many; 0: in one."""
-        self.name = kind
+        self.name = name or kind
         self._slice_bytes = slice_bytes
         self._lab = lab
         self._marks = itertools.cycle(range(1, 256))
@@ -357,16 +357,12 @@ def mooncake_environment(*, lanes: int) -> dict[str, str]:
     }
 
 
-def nixl_environment(device: str) -> dict[str, str]:
-    """Over UCX's TCP on one network device, with segments raised from 8 KiB."""
-    return {
-        "UCX_TLS": "tcp",
-        "UCX_NET_DEVICES": device,
-        "UCX_TCP_TX_SEG_SIZE": "1m",
-        "UCX_TCP_RX_SEG_SIZE": "1m",
-        "UCX_LOG_LEVEL": "error",
-        "NIXL_LOG_LEVEL": "ERROR",
-    }
+def nixl_environment(device: str, *, raised: bool = True) -> dict[str, str]:
+    """Over UCX's TCP on one network device; `raised`: with segments of 1 MiB instead of UCX's 8 KiB."""
+    environment = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": device, "UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "ERROR"}
+    if raised:
+        environment |= {"UCX_TCP_TX_SEG_SIZE": "1m", "UCX_TCP_RX_SEG_SIZE": "1m"}
+    return environment
 
 
 def try_peer(lab: Lab, kind: str, nbytes: int, environment: dict[str, str], **options: Any) -> PeerSystem | None:
