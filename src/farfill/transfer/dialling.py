@@ -49,7 +49,7 @@ CONNECT_MIN_S = 0.4
 CONNECT_ROUND_TRIPS = 8
 SAMPLE_S = 0.1
 # Nothing confirmed for so long although something is on its way: the connection is given up.
-STALLED_MIN_S = 0.7
+STALLED_MIN_S = 1.2
 STALLED_ROUND_TRIPS = 10
 
 _log = structlog.get_logger(__name__)

@@ -34,7 +34,7 @@ from farfill.wire.frames import HelloPayload, ReasonPayload
 
 # An acknowledgement that takes this many times what link and queue explain is overdue.
 OVERDUE_FACTOR = 4.0
-OVERDUE_MIN_S = 0.5
+OVERDUE_MIN_S = 1.0
 OVERDUE_UNKNOWN_S = 2.0
 
 _log = structlog.get_logger(__name__)

@@ -41,7 +41,9 @@ class WorkerMetrics:
         self._queue_tokens = metrics.gauge("farfill_queue_tokens", "Prompt tokens waiting to be prefilled.")()
         self._running = metrics.gauge("farfill_running_sequences", "Sequences being prefilled or decoded.")()
         self._waiting = metrics.gauge("farfill_waiting_sequences", "Sequences waiting for the engine.")()
-        self._kv_used = metrics.gauge("farfill_kv_used_bytes", "KV memory of running sequences; the prefix cache comes on top.")()
+        self._kv_used = metrics.gauge(
+            "farfill_kv_used_bytes", "KV memory of running sequences; the prefix cache comes on top."
+        )()
         self._kv_total = metrics.gauge("farfill_kv_total_bytes", "KV memory this worker may use.")()
         self._prefix_cache = metrics.gauge("farfill_prefix_cache_bytes", "KV memory kept for prefix hits.")()
         self._held = metrics.gauge("farfill_held_transfers", "Transfers that hold KV memory; 0 when idle.")()
