@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import resource
-import socket
 import sys
 import time
 from collections import Counter
@@ -137,15 +136,6 @@ class End:
             **self.seen.counts,
         }
 
-    async def kill_connection(self, number: int = 0) -> dict[str, Any]:
-        """Break one connected TCP socket of this process; which one goes by `number`."""
-        connected = sorted(c.fd for c in self._process.net_connections("tcp") if c.status == psutil.CONN_ESTABLISHED)
-        if not connected:
-            return {"killed": 0}
-        with socket.socket(fileno=os.dup(connected[number % len(connected)])) as victim:
-            victim.shutdown(socket.SHUT_RDWR)
-        return {"killed": 1}
-
 
 class ReceivingEnd(End):
     """A decode worker's side."""
@@ -270,6 +260,6 @@ async def _answer(end: End, request: dict[str, Any], answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    setup_logging("warning", "text", role=sys.argv[1], site="bench", name="bench")
+    setup_logging(os.environ.get("FARFILL_BENCH_VERBOSE") or "error", "text", role=sys.argv[1], site="bench", name="bench")
     given = msgspec.json.decode(sys.argv[2], type=EndOptions)
     asyncio.run(serve(ReceivingEnd(given) if sys.argv[1] == "receive" else SendingEnd(given)))
