@@ -69,10 +69,11 @@ class CountingObserver:
         self.counts: Counter[str] = Counter()
         self.standing: dict[str, int] = {}
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts[f"sent:{codec}"] += 1
+        self.counts[f"sent:{kind}"] += 1
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts[f"received:{codec}"] += 1
 
     def resent(self, reason: str) -> None:

@@ -21,7 +21,7 @@ import xxhash
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import ProtocolError
-from farfill.core.layout import DTYPE_BYTES
+from farfill.core.layout import DTYPE_BYTES, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.kv.codec import ChunkCodec, Codec
@@ -242,8 +242,11 @@ class AwaitedTransfer:
 
     def item_bytes(self, piece: int) -> int:
         """Item size of a piece's tensor, by our own layout."""
+        return DTYPE_BYTES[self._tensor(piece).dtype]
+
+    def _tensor(self, piece: int) -> TensorLayout:
         manifest = self._slot.manifest
-        return DTYPE_BYTES[manifest.layout.tensors[manifest.pieces[piece].tensor].dtype]
+        return manifest.layout.tensors[manifest.pieces[piece].tensor]
 
     def progressed(self) -> None:
         """Payload bytes came."""
@@ -321,7 +324,7 @@ class AwaitedTransfer:
         self._wire_bytes += header.wire_bytes
         codec = Codec(header.codec).name.lower()
         self._codecs[codec] += header.raw_bytes
-        self._observer.chunk_received(header.raw_bytes, header.wire_bytes, codec)
+        self._observer.chunk_received(header.raw_bytes, header.wire_bytes, codec, self._tensor(header.piece).kind)
 
     def _fence(self) -> None:
         """Take the slot away from every thread; returns when none writes."""

@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class TransferObserver(Protocol):
-    """Called from connection threads; must not block. Reasons and codecs are stable label values."""
+    """Called from connection threads; must not block. Reasons, codecs and kinds of tensors are stable label values."""
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None: ...
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None: ...
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None: ...
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None: ...
 
     def resent(self, reason: str) -> None:
         """A chunk must travel again."""
@@ -40,10 +40,10 @@ class TransferObserver(Protocol):
 class SilentObserver:
     """Listens to nothing."""
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         pass
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         pass
 
     def resent(self, reason: str) -> None:

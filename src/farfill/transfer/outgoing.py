@@ -20,7 +20,7 @@ import xxhash
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import ProtocolError, TransferError
-from farfill.core.layout import DTYPE_BYTES
+from farfill.core.layout import DTYPE_BYTES, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
@@ -271,7 +271,8 @@ class PushedTransfer:
             self._resolve()
         if encoded is None:
             return None
-        self._observer.chunk_sent(order.chunk.nbytes, encoded.wire_bytes, encoded.codec.name.lower())
+        kind = self._tensor(order.chunk).kind
+        self._observer.chunk_sent(order.chunk.nbytes, encoded.wire_bytes, encoded.codec.name.lower(), kind)
         return encoded.frame
 
     def frame_sent(self, frame: OutgoingFrame) -> None:
@@ -376,8 +377,7 @@ class PushedTransfer:
 
     def _encode(self, order: _Order, codec: ChunkCodec) -> _Encoded:
         chunk, raw = order.chunk, order.raw
-        tensor = self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
-        item_bytes = DTYPE_BYTES[tensor.dtype]
+        item_bytes = DTYPE_BYTES[self._tensor(chunk).dtype]
         used, wire = codec.encode(self._link.codec_for(raw, item_bytes, codec), raw, item_bytes)
         header = FrameHeader(
             FrameType.CHUNK,
@@ -392,6 +392,9 @@ class PushedTransfer:
             order.attempt,
         )
         return _Encoded(OutgoingFrame(header.pack(), memoryview(wire)), len(wire), used)
+
+    def _tensor(self, chunk: Chunk) -> TensorLayout:
+        return self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
 
     def _account(self, order: _Order, encoded: _Encoded, connection: int) -> None:
         chunk = order.chunk
