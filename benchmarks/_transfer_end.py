@@ -56,11 +56,11 @@ class Seen(SilentObserver):
         self.counts: Counter[str] = Counter()
         self.connections_to: dict[str, int] = {}
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, *_: str) -> None:
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts["sent_bytes"] += raw_bytes
         self.counts[f"sent_{codec}"] += 1
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, *_: str) -> None:
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts["received_bytes"] += raw_bytes
 
     def resent(self, reason: str) -> None:
