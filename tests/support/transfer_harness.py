@@ -123,7 +123,7 @@ class Ends:
     def identity(self, name: str, role: str) -> PeerIdentity:
         return PeerIdentity("test", "site", role, name)
 
-    def make_receiver(self, *, listen: str = "127.0.0.1:0", name: str = DECODE, **options: Any) -> KVReceiver:
+    def make_receiver(self, *, listen: str | None = "127.0.0.1:0", name: str = DECODE, **options: Any) -> KVReceiver:
         verifier = TicketVerifier(options.pop("public_key", self.public_key), self.clock, 1.0)
         credentials = self.pki.name(name)
         return KVReceiver(
@@ -136,6 +136,7 @@ class Ends:
             options.pop("config", config()),
             self.clock,
             self.receiver_seen,
+            client_ctx=None if options.get("transport") else credentials.client(),
             **options,
         )
 
@@ -147,6 +148,7 @@ class Ends:
             options.pop("config", config()),
             self.clock,
             self.sender_seen,
+            server_ctx=self.pki.name(name, role="prefill", site="far").server(),
             **options,
         )
 

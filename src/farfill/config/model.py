@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from farfill.core.cluster import Role
 
@@ -82,6 +82,11 @@ class KVTransferConfig(Section):
         default="auto",
         description="Pooled TLS connections from a prefill worker to each decode worker; auto: 4, and up to 64 where"
         " loss limits each of them.",
+    )
+    dial: Literal["sender", "receiver"] = Field(
+        default="sender",
+        description="Who opens KV connections: sender, the prefill worker; receiver, the decode worker, for firewalls"
+        " that let only the near side out. Whoever does not dial needs transfer_listen.",
     )
     congestion: Literal["auto", "system"] = Field(
         default="auto", description="TCP congestion control; auto: BBR where the kernel allows it, system: its default."
@@ -157,18 +162,14 @@ class WorkerConfig(Section):
     advertise: Address | None = Field(
         default=None, description="Address others reach the control API at; unset: listen."
     )
-    transfer_listen: Address | None = Field(default=None, description="Address where a decode worker receives KV.")
-    transfer_advertise: Address | None = Field(
-        default=None, description="Address prefill workers push KV to; unset: transfer_listen."
+    transfer_listen: Address | None = Field(
+        default=None,
+        description="Address for KV connections of the side that does not dial: decode, unless kv_transfer.dial says"
+        " otherwise.",
     )
-
-    @model_validator(mode="after")
-    def _decode_receives(self) -> WorkerConfig:
-        if self.role is Role.PREFILL and self.transfer_listen is not None:
-            raise ValueError("transfer_listen belongs to decode workers: a prefill worker pushes, it never receives KV")
-        if self.role is not Role.PREFILL and self.transfer_listen is None:
-            raise ValueError(f"a {self.role} worker needs transfer_listen, the address where it receives KV")
-        return self
+    transfer_advertise: Address | None = Field(
+        default=None, description="Address the dialling side reaches it at; unset: transfer_listen."
+    )
 
 
 class TlsConfig(Section):

@@ -22,14 +22,17 @@ from farfill.kv.codec import ChunkCodec, Codec
 from farfill.topology.connections import ConnectionTuner
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.adapt import CodecChooser, measure_codecs
-from farfill.transfer.dialling import Slot
 from farfill.transfer.events import Control, LinkUp, Tick
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.outgoing import PushedTransfer
 from farfill.transfer.path_watch import PathWatch
+from farfill.transfer.sender_session import SenderSession
+from farfill.transfer.slot import Slot
 from farfill.transfer.turns import Turns
 from farfill.transport.protocol import OutgoingFrame, PathSample, Transport
+from farfill.transport.tls import PeerIdentity
+from farfill.transport.waker import Waker
 from farfill.wire.frames import HelloPayload, ReasonPayload
 
 # An acknowledgement that takes this many times what link and queue explain is overdue.
@@ -40,8 +43,41 @@ OVERDUE_UNKNOWN_S = 2.0
 _log = structlog.get_logger(__name__)
 
 
+class AdoptedSlot:
+    """A connection the other end dialled. Its thread belongs to the door it came through."""
+
+    alive = False
+
+    def __init__(self, link: PeerLink, number: int, waker: Waker) -> None:
+        self.waker = waker
+        self.number = number
+        self.failed = False
+        self.standing = False
+        self.session: SenderSession | None = None
+        self._link = link
+
+    def retry_now(self) -> None:
+        """Only the other end can."""
+
+    def stop(self) -> None:
+        """End after what is queued."""
+        if self.session is not None:
+            self.session.finish()
+
+    def abort(self) -> None:
+        """End at once."""
+        self.waker.stop()
+
+    def over(self) -> None:
+        """It ended, and nothing follows."""
+        self._link.abandon(self)
+
+
 class PeerLink:
-    """One peer address. Locks nest nowhere: transfers are called without holding the link's lock."""
+    """One peer. `address` empty: the peer dials.
+
+    Locks nest nowhere: transfers are called without holding the link's.
+    """
 
     def __init__(
         self,
@@ -76,15 +112,15 @@ class PeerLink:
         self._watch = PathWatch()
         self._chooser = CodecChooser(min(self._tuner.wanted, os.cpu_count() or 1))
         self._numbers = 0
-        self._slots: list[Slot] = []
-        self._retired: list[Slot] = []
+        self._slots: list[Slot | AdoptedSlot] = []
+        self._retired: list[Slot | AdoptedSlot] = []
         self._started = False
 
     # For the sender
 
     def start(self) -> None:
-        """Start dialling."""
-        self._started = True
+        """Start dialling, unless the peer does."""
+        self._started = bool(self.address)
         self._resize()
 
     def add(self, transfer: PushedTransfer) -> None:
@@ -133,17 +169,17 @@ class PeerLink:
         """End connections at once."""
         self._started = False
         for slot in [*self._slots, *self._retired]:
-            slot.waker.stop()
+            slot.abort()
 
     @property
     def alive(self) -> bool:
         """Whether a thread still runs."""
-        return any(slot.thread.is_alive() for slot in [*self._slots, *self._retired])
+        return any(slot.alive for slot in [*self._slots, *self._retired])
 
     @property
     def connections(self) -> int:
         """How many are kept, standing or not."""
-        return self._tuner.wanted
+        return self._tuner.wanted if self.address else max(1, len(self._slots))
 
     # For transfers (see `outgoing.Link`)
 
@@ -204,6 +240,24 @@ class PeerLink:
             )
 
     # For connections
+
+    def session(self, slot: Slot, peer: PeerIdentity) -> SenderSession:
+        """What is said on a connection this end dialled."""
+        return SenderSession(self, slot, peer)
+
+    def adopt(self, peer: PeerIdentity, waker: Waker) -> SenderSession:
+        """What is said on a connection the peer dialled."""
+        with self._lock:
+            slot = AdoptedSlot(self, self._numbers, waker)
+            self._numbers += 1
+            slot.session = SenderSession(self, slot, peer)
+            self._slots = [*self._slots, slot]
+        return slot.session
+
+    def abandon(self, slot: AdoptedSlot) -> None:
+        """It is closed."""
+        with self._lock:
+            self._slots = [other for other in self._slots if other is not slot]
 
     @property
     def wanted(self) -> bool:
@@ -351,7 +405,7 @@ class PeerLink:
         self._resize()
 
     def _resize(self) -> None:
-        self._retired = [slot for slot in self._retired if slot.thread.is_alive()]
+        self._retired = [slot for slot in self._retired if slot.alive]
         while self._started and len(self._slots) < self._tuner.wanted:
             slot = Slot(self, self._numbers)
             self._numbers += 1

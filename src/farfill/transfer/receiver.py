@@ -24,6 +24,7 @@ from farfill.core.errors import FarfillError, IncompatiblePeerError, TicketError
 from farfill.core.layout import KVLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
+from farfill.topology.connections import FEW
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.events import Ended
@@ -31,6 +32,7 @@ from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
 from farfill.transfer.observer import SilentObserver, TransferObserver
 from farfill.transfer.protocol import ExpectedTransfer
+from farfill.transfer.reach import Reach
 from farfill.transfer.tickets import TicketVerifier, check_ticket
 from farfill.transport.protocol import Transport
 from farfill.transport.tcp import TlsTcpTransport
@@ -84,11 +86,14 @@ class _EndedRecord:
 
 
 class KVReceiver:
-    """Implements `TransferReceiver`. `transport` replaces TCP (tests, other fabrics)."""
+    """Implements `TransferReceiver`. `transport` replaces TCP (tests, other fabrics).
+
+    Without `listen` it dials: `expect` is given the address where the sender lets it in.
+    """
 
     def __init__(  # noqa: PLR0917 (a composition root calls it once)
         self,
-        listen: str,
+        listen: str | None,
         identity_name: str,
         fingerprint: str,
         layout: KVLayout,
@@ -99,6 +104,7 @@ class KVReceiver:
         observer: TransferObserver | None = None,
         *,
         transport: Transport | None = None,
+        client_ctx: ssl.SSLContext | None = None,
     ) -> None:
         self.me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
         self.allowed_peers: Sequence[str] = config.allowed_peers
@@ -116,17 +122,19 @@ class KVReceiver:
         self._failed_early: dict[bytes, _FailedEarly] = {}
         self._ended: OrderedDict[bytes, _EndedRecord] = OrderedDict()
         self._ticker: asyncio.Task[None] | None = None
-        self._acceptor = Acceptor(
-            listen,
-            transport
-            or TlsTcpTransport(
-                server=server_ctx, sealed=config.encryption == "sealed", choose_congestion=config.congestion == "auto"
-            ),
-            self,
-            liveness=liveness_of(config),
-            clock=clock,
-            observer=self._observer,
+        transport = transport or TlsTcpTransport(
+            server=server_ctx,
+            client=client_ctx,
+            sealed=config.encryption == "sealed",
+            choose_congestion=config.congestion == "auto",
         )
+        self._acceptor = Acceptor(
+            listen, transport, self, liveness=liveness_of(config), clock=clock, observer=self._observer
+        )
+        self._reach: Reach | None = None
+        if listen is None:
+            connections = FEW if config.connections == "auto" else config.connections
+            self._reach = Reach(self._acceptor, transport, connections, self.expects)
 
     @property
     def address(self) -> str:
@@ -144,6 +152,8 @@ class KVReceiver:
             expected = list(self._expected.values())
         for transfer in expected:
             transfer.fail(FallbackReason.LINK_LOST, "the decode worker is shutting down")
+        if self._reach is not None:
+            await self._reach.close()
         await self._acceptor.close()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -151,7 +161,7 @@ class KVReceiver:
                 await self._ticker
             self._ticker = None
 
-    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float) -> ExpectedTransfer:
+    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float, source: str = "") -> ExpectedTransfer:
         """See `TransferReceiver`. Raises TicketError for a used ticket, TransferError for a slot of another size."""
         if slot.manifest.num_tokens != ticket.num_tokens:
             raise TransferError(
@@ -177,12 +187,19 @@ class KVReceiver:
             self._expected[transfer.key] = transfer
             parked = self._parked.pop(transfer.key, None)
             failed = self._failed_early.pop(transfer.key, None)
+        if source and self._reach is not None:
+            self._reach.towards(source, ticket.prefill)
         transfer.begin()
         if failed is not None and failed.peer == ticket.prefill:
             transfer.peer_failed(fallback_reason(failed.payload.reason), failed.payload.detail)
         if parked is not None:
             self._serve_parked(transfer, parked)
         return transfer
+
+    def expects(self, peer: str) -> bool:
+        """Whether anything is expected from that sender."""
+        with self._lock:
+            return any(transfer.ticket.prefill == peer for transfer in self._expected.values())
 
     def held_transfers(self) -> int:
         """See `TransferReceiver`."""
@@ -358,6 +375,8 @@ class KVReceiver:
             expected = list(self._expected.values())
         for transfer in expected:
             transfer.tick()
+        if self._reach is not None:
+            self._reach.tick()
         self._forget()
 
     def _forget(self) -> None:

@@ -67,7 +67,7 @@ class ReceiverMachine:
         return self._manifest.complete_prefix_tokens(self._pieces)
 
     def begin(self) -> list[ReceiverEffect]:
-        """A set that is held already needs no sender."""
+        """A set that is held already needs no sender. Chunks may have come before this call."""
         return self._check_complete()
 
     def handle(self, event: ReceiverEvent, now_s: float) -> list[ReceiverEffect]:  # noqa: PLR0911, PLR0912 (a table)
@@ -152,7 +152,7 @@ class ReceiverMachine:
         return [Ack(chunk), *self._check_complete()]
 
     def _check_complete(self) -> list[ReceiverEffect]:
-        if len(self._pieces) < len(self._manifest.pieces):
+        if self.ended is not None or len(self._pieces) < len(self._manifest.pieces):
             return []
         self.ended = Ended(FallbackReason.NONE, "")
         return [SendComplete(), self.ended]

@@ -135,6 +135,8 @@ async def _open_prefill(parts: _Parts, stack: contextlib.AsyncExitStack) -> Pref
         parts.loaded.config.kv_transfer,
         parts.clock,
         parts.metrics,
+        listen=parts.worker.transfer_listen if _dials(parts) == "receiver" else None,
+        server_ctx=parts.server_tls,
     )
     await sender.start()
     stack.push_async_callback(sender.close)
@@ -142,9 +144,8 @@ async def _open_prefill(parts: _Parts, stack: contextlib.AsyncExitStack) -> Pref
 
 
 async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVReceiver:
-    assert parts.worker.transfer_listen is not None, "checked by the config model"
     receiver = KVReceiver(
-        parts.worker.transfer_listen,
+        parts.worker.transfer_listen if _dials(parts) == "sender" else None,
         parts.name,
         parts.engine.info.fingerprint,
         parts.engine.info.layout,
@@ -153,10 +154,15 @@ async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVR
         parts.loaded.config.kv_transfer,
         parts.clock,
         parts.metrics,
+        client_ctx=parts.client_tls,
     )
     await receiver.start()
     stack.push_async_callback(receiver.close)
     return receiver
+
+
+def _dials(parts: _Parts) -> str:
+    return parts.loaded.config.kv_transfer.dial
 
 
 def _instance(parts: _Parts) -> Instance:

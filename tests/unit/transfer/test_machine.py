@@ -336,6 +336,13 @@ class TestReceiver:
         machine = ReceiverMachine(MANIFEST, frozenset(), LIMITS, 1 << 20, 0.0)
         assert machine.handle(ChunkBegun(0, 1), 0.0) == [DropChunk("not_open")]
 
+    def test_set_that_was_complete_before_begin_ends_once(self) -> None:
+        machine = ReceiverMachine(MANIFEST, frozenset({0, 1}), LIMITS, 1 << 20, 0.0)
+        machine.handle(Opened(CHUNK), 0.0)
+        machine.handle(ChunkBegun(2, 1), 0.0)
+        assert machine.handle(ChunkLanded(2, 1, None), 0.0)[-1] == Ended(FallbackReason.NONE, "")
+        assert machine.begin() == []
+
     def test_set_held_whole_needs_nothing(self) -> None:
         machine = ReceiverMachine(MANIFEST, frozenset({0, 1, 2}), LIMITS, 1 << 20, 0.0)
         assert machine.begin() == [SendComplete(), Ended(FallbackReason.NONE, "")]

@@ -1,11 +1,7 @@
-"""The sender's end of its connections: one thread each that dials, serves and dials again, with backoff and jitter."""
+"""What the sender says and hears on one connection, whichever end dialled it."""
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable
-from threading import Thread
 from typing import Protocol
 
 import structlog
@@ -19,14 +15,8 @@ from farfill.transfer.hello import hello_problem
 from farfill.transfer.limits import Liveness
 from farfill.transfer.outgoing import PushedTransfer
 from farfill.transfer.session import PeerSession
-from farfill.transport.connection import Connection
-from farfill.transport.errors import (
-    IdentityError,
-    TransportError,
-    TransportInterruptedError,
-    TransportTimeoutError,
-)
-from farfill.transport.protocol import Channel, ChunkSink, OutgoingFrame, PathSample, Transport
+from farfill.transport.errors import IdentityError, TransportError, TransportInterruptedError
+from farfill.transport.protocol import ChunkSink, OutgoingFrame, PathSample
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
@@ -38,39 +28,30 @@ from farfill.wire.frames import (
     decode_payload,
 )
 
-BACKOFF_FIRST_S = 0.05
-BACKOFF_MAX_S = 2.0
-# While a transfer waits for a link that stood before, so that it goes on soon after the link is back.
-BACKOFF_MAX_WANTED_S = 0.2
-# Without a transfer to serve, an unreachable peer is left alone after so many attempts per connection.
-IDLE_DIALS = 3
-# A SYN that got lost is repeated by the kernel after a second only: a new attempt is sooner.
-CONNECT_MIN_S = 0.4
-CONNECT_ROUND_TRIPS = 8
-SAMPLE_S = 0.1
-# Nothing confirmed for so long although something is on its way: the connection is given up.
-STALLED_MIN_S = 1.2
-STALLED_ROUND_TRIPS = 10
-
 _log = structlog.get_logger(__name__)
+
+
+class Place(Protocol):
+    """The pool's record of the connection."""
+
+    waker: Waker
+    number: int
+    failed: bool
+    standing: bool
+
+    def over(self) -> None:
+        """The connection ended."""
+        ...
 
 
 class Pool(Protocol):
     """The link, as its connections see it."""
 
-    address: str
     peer_name: str
     me: HelloPayload
-    transport: Transport
     clock: Clock
     config: KVTransferConfig
     liveness: Liveness
-
-    @property
-    def wanted(self) -> bool: ...
-
-    @property
-    def rtt_s(self) -> float | None: ...
 
     def transfer(self, key: bytes) -> PushedTransfer | None: ...
 
@@ -93,103 +74,10 @@ class Pool(Protocol):
     def sampled(self, connection: int, path: PathSample) -> None: ...
 
 
-class Slot:
-    """One connection of the pool over its whole life, on its own thread."""
+class SenderSession(PeerSession):
+    """Full duplex: chunks and questions out, answers in."""
 
-    def __init__(self, pool: Pool, number: int) -> None:
-        self.waker = Waker()
-        self.failed = False
-        self.standing = False
-        self.number = number
-        self._pool = pool
-        self._retry_now = False
-        self._stopping = False
-        self._session: DiallerSession | None = None
-        self.thread = Thread(target=self._run, name=f"farfill-kv-send-{pool.peer_name}-{number}", daemon=True)
-
-    def retry_now(self) -> None:
-        """Forget past failures."""
-        if not self.standing:
-            self.failed = False
-        self._retry_now = True
-        self.waker.wake()
-
-    def stop(self) -> None:
-        """End after what is queued."""
-        self._stopping = True
-        session = self._session
-        if session is None:
-            self.waker.stop()
-        else:
-            session.finish()
-
-    def _run(self) -> None:
-        failures = 0
-        try:
-            while not self._stopping and not self.waker.stopped:
-                if self._retry_now:
-                    self._retry_now = False
-                    failures = 0
-                if failures >= IDLE_DIALS and not self._pool.wanted:
-                    self.waker.sleep(BACKOFF_MAX_S)
-                    continue
-                if self._serve():
-                    failures = 0
-                failures += 1
-                self._back_off(failures)
-        finally:
-            self.waker.close()
-
-    def _serve(self) -> bool:
-        """One connection from dialling to its end; whether it was welcomed."""
-        try:
-            channel = self._dial()
-        except TransportInterruptedError:
-            return False
-        except TransportError as error:
-            self.failed = True
-            if isinstance(error, IdentityError):
-                self._pool.refused(error.reason, str(error))
-            self._pool.attempt_failed(error)
-            return False
-        session = DiallerSession(self._pool, self, channel.peer)
-        self._session = session
-        if self._stopping:
-            session.finish()
-        Connection(channel, session, self.waker, self._pool.clock).run()
-        self._session = None
-        return session.welcomed
-
-    def _dial(self) -> Channel:
-        pool = self._pool
-        rtt_s = pool.rtt_s
-        channel = pool.transport.dial(
-            pool.address,
-            timeout_s=pool.liveness.handshake_s,
-            connect_s=None if rtt_s is None else max(CONNECT_MIN_S, CONNECT_ROUND_TRIPS * rtt_s),
-            interrupt=self.waker,
-        )
-        if channel.peer.name != pool.peer_name:
-            channel.close()
-            raise IdentityError(f"{pool.address} is {channel.peer.name!r}, not {pool.peer_name!r}")
-        return channel
-
-    def _back_off(self, failures: int) -> None:
-        """Wait longer each time, by chance a little more or less; a new transfer cuts it short."""
-        longest_s = BACKOFF_MAX_WANTED_S if self._pool.wanted and self._pool.rtt_s is not None else BACKOFF_MAX_S
-        wait_s = min(BACKOFF_FIRST_S * 2 ** (failures - 1), longest_s) * random.uniform(0.5, 1.5)  # noqa: S311
-        until_s = time.monotonic() + wait_s
-        while not (self._retry_now or self._stopping or self.waker.stopped):
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                return
-            self.waker.sleep(left_s)
-
-
-class DiallerSession(PeerSession):
-    """What one such connection says and hears."""
-
-    def __init__(self, pool: Pool, slot: Slot, peer: PeerIdentity) -> None:
+    def __init__(self, pool: Pool, slot: Place, peer: PeerIdentity) -> None:
         super().__init__(pool.me, pool.peer_name, slot.waker, pool.liveness, pool.clock.now_s())
         self._pool = pool
         self._slot = slot
@@ -197,7 +85,6 @@ class DiallerSession(PeerSession):
         self._codec = ChunkCodec()
         self._refusal: ReasonPayload | None = None
         self._carried: dict[OutgoingFrame, PushedTransfer] = {}
-        self._sampled_s = float("-inf")
         self.send(FrameHeader(FrameType.HELLO), pool.me)
 
     def next_frame(self, now_s: float) -> OutgoingFrame | None:
@@ -220,15 +107,12 @@ class DiallerSession(PeerSession):
         if transfer is not None:
             transfer.frame_sent(frame)
 
-    def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
-        if self.welcomed and now_s - self._sampled_s >= SAMPLE_S:
-            self._sampled_s = now_s
-            sample = path()
-            if sample is not None:
-                self._pool.sampled(self._slot.number, sample)
-                if sample.silent_s > max(STALLED_MIN_S, STALLED_ROUND_TRIPS * sample.rtt_s):
-                    raise TransportTimeoutError(f"the peer's host confirmed nothing for {sample.silent_s:.1f} s")
-        return min(super().tick(now_s, path), SAMPLE_S if self._carried else 1.0)
+    @property
+    def busy(self) -> bool:
+        return bool(self._carried)
+
+    def sampled(self, path: PathSample) -> None:
+        self._pool.sampled(self._slot.number, path)
 
     def control(self, header: FrameHeader, payload: memoryview, now_s: float) -> None:
         self.heard(now_s)
@@ -250,6 +134,7 @@ class DiallerSession(PeerSession):
             self._slot.standing, self._slot.failed = False, True
             self._pool.disconnected(self._slot.number, error)
         elif isinstance(error, TransportInterruptedError):
+            self._slot.over()
             return
         else:
             self._slot.failed = True
@@ -258,6 +143,7 @@ class DiallerSession(PeerSession):
             elif isinstance(error, IdentityError | IncompatiblePeerError | ProtocolError):
                 self._pool.refused(error.reason, str(error))
         self._pool.attempt_failed(error or TransportError("closed"))
+        self._slot.over()
 
     def _welcome(self, hello: HelloPayload) -> None:
         error = hello_problem(self.me, hello, self._peer, self._pool.config.allowed_peers)
