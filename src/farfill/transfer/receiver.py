@@ -122,7 +122,7 @@ class KVReceiver:
         self._failed_early: dict[bytes, _FailedEarly] = {}
         self._ended: OrderedDict[bytes, _EndedRecord] = OrderedDict()
         self._ticker: asyncio.Task[None] | None = None
-        transport = transport or TlsTcpTransport(
+        self._transport = transport = transport or TlsTcpTransport(
             server=server_ctx,
             client=client_ctx,
             sealed=config.encryption == "sealed",
@@ -195,6 +195,11 @@ class KVReceiver:
         if parked is not None:
             self._serve_parked(transfer, parked)
         return transfer
+
+    def use_contexts(self, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+        """Certificates and CAs for connections to come; standing ones, and what moves on them, are left alone."""
+        if isinstance(self._transport, TlsTcpTransport):
+            self._transport.replace_contexts(server=server, client=client)
 
     def expects(self, peer: str) -> bool:
         """Whether anything is expected from that sender."""

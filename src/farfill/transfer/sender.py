@@ -138,6 +138,11 @@ class KVSender:
         link.add(transfer)
         return transfer
 
+    def use_contexts(self, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+        """Certificates and CAs for connections to come; standing ones, and what moves on them, are left alone."""
+        if isinstance(self._transport, TlsTcpTransport):
+            self._transport.replace_contexts(server=server, client=client)
+
     def active_transfers(self) -> int:
         """Transfers not ended; 0 when idle."""
         return sum(link.active for link in self._links.values())
