@@ -43,6 +43,7 @@ MIN_TRANSFER_BYTES = 1024 * 1024
 AT_ONCE = 3
 # One transfer shall take about so long: many fit into a step, yet opening them costs little.
 TRANSFER_S = 0.4
+ROUND_TRIPS_OF_A_TRANSFER = 4
 CONNECTIONS = (1, 2, 4, 8, 16, 32, 64)
 # A step counts as better from here on, and two that are not end the search.
 BETTER = 1.05
@@ -157,7 +158,7 @@ class LinkMeasurement:
         self._noise = memoryview(secrets.token_bytes(MAX_TRANSFER_BYTES))
         self._samples: list[tuple[float, float]] = []
         self._start_s = 0.0
-        self._rate_bytes_per_s = MIN_TRANSFER_BYTES / TRANSFER_S
+        self._rate_bytes_per_s = 0.0
 
     async def run(self) -> LinkReport:
         """Measure. Raises LinkTestError, and TransferError when a transfer fails."""
@@ -169,7 +170,7 @@ class LinkMeasurement:
             self._report("codecs, on this host")
             codecs = await asyncio.to_thread(measure_here)
             self._start_s = time.monotonic()
-            steps = [step async for step in self._steps(near, offer)]
+            steps = [step async for step in self._steps(near, offer, rtt_s)]
         most = max(step.bits_per_s for step in steps)
         return LinkReport(
             version=REPORT_VERSION,
@@ -193,18 +194,18 @@ class LinkMeasurement:
         changes = [abs(after - before) for before, after in itertools.pairwise(trips)]
         return statistics.median(trips), statistics.fmean(changes)
 
-    async def _steps(self, near: _NearSide, offer: LinkOffer) -> AsyncIterator[LinkStep]:
+    async def _steps(self, near: _NearSide, offer: LinkOffer, rtt_s: float) -> AsyncIterator[LinkStep]:
         best, in_vain = 0.0, 0
         for connections in self._connections:
             self._report(f"{connections} connection{'s' if connections > 1 else ''} for {self._seconds:g} s")
-            step = await self._step(near, offer, connections)
+            step = await self._step(near, offer, rtt_s, connections)
             yield step
             in_vain = 0 if step.bits_per_s >= BETTER * best else in_vain + 1
             best = max(best, step.bits_per_s)
             if in_vain == 2:
                 return
 
-    async def _step(self, near: _NearSide, offer: LinkOffer, connections: int) -> LinkStep:
+    async def _step(self, near: _NearSide, offer: LinkOffer, rtt_s: float, connections: int) -> LinkStep:
         seen = _Seen()
         config = self._config.model_copy(update={"connections": connections, "compression": "none"})
         sender = KVSender(
@@ -213,10 +214,10 @@ class LinkMeasurement:
         await sender.start()
         sampling = asyncio.create_task(self._sample(seen))
         try:
-            await self._find_rate(near, sender, offer)
+            await self._find_rate(near, sender, offer, rtt_s)
             resent, sent = seen.resent_segments, seen.sent_bytes
             seen.rtts_s.clear()
-            rate = await self._full_rate(near, sender, offer)
+            rate = await self._full_rate(near, sender, offer, seen)
         finally:
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -230,36 +231,39 @@ class LinkMeasurement:
             rtt_ms=statistics.median(seen.rtts_s) * 1e3 if seen.rtts_s else None,
         )
 
-    async def _find_rate(self, near: _NearSide, sender: KVSender, offer: LinkOffer) -> None:
-        """Transfers that grow until one is long enough to tell the rate; they also open the connections."""
+    async def _find_rate(self, near: _NearSide, sender: KVSender, offer: LinkOffer, rtt_s: float) -> None:
+        """Transfers that grow until opening and confirming one hardly counts; they also open the connections."""
         nbytes = MIN_TRANSFER_BYTES
+        await self._move(near, sender, offer, nbytes)
         while True:
             took_s = await self._move(near, sender, offer, nbytes)
             self._rate_bytes_per_s = nbytes / took_s
-            if took_s >= TRANSFER_S / 2 or nbytes >= MAX_TRANSFER_BYTES:
+            if took_s >= TRANSFER_S + ROUND_TRIPS_OF_A_TRANSFER * rtt_s or nbytes >= MAX_TRANSFER_BYTES:
                 return
             nbytes *= 4
 
-    async def _full_rate(self, near: _NearSide, sender: KVSender, offer: LinkOffer) -> float:
-        """Bytes per second between the first and the last end of transfers that overlap."""
+    async def _full_rate(self, near: _NearSide, sender: KVSender, offer: LinkOffer, seen: _Seen) -> float:
+        """Bytes per second that left while transfers overlapped, from the first one's end on."""
         nbytes = round(min(MAX_TRANSFER_BYTES, max(MIN_TRANSFER_BYTES, self._rate_bytes_per_s * TRANSFER_S)))
-        until_s = time.monotonic() + self._seconds
-        ends: list[tuple[float, int]] = []
+        first_end, over = asyncio.Event(), asyncio.Event()
 
         async def one_after_another() -> None:
-            while len(ends) < 2 * AT_ONCE or time.monotonic() < until_s:
+            while not over.is_set():
                 await self._move(near, sender, offer, nbytes)
-                ends.append((time.monotonic(), _tokens(nbytes) * LAYOUT.bytes_per_token))
+                first_end.set()
 
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(AT_ONCE):
                     group.create_task(one_after_another())
+                await first_end.wait()
+                start_s, start_bytes = time.monotonic(), seen.sent_bytes
+                await asyncio.sleep(self._seconds)
+                rate = (seen.sent_bytes - start_bytes) / (time.monotonic() - start_s)
+                over.set()
         except* FarfillError as errors:
             raise errors.exceptions[0] from None
-        ends.sort()
-        first_s, last_s = ends[0][0], ends[-1][0]
-        return sum(moved for _, moved in ends[1:]) / (last_s - first_s)
+        return rate
 
     async def _move(self, near: _NearSide, sender: KVSender, offer: LinkOffer, nbytes: int) -> float:
         """One transfer of about that size; seconds from its beginning to the confirmation."""

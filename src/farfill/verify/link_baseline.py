@@ -42,12 +42,12 @@ class Change:
         return abs(self.now - self.before) > self.allowed
 
 
-# Codecs are not of the link, and the best number of connections follows from the rest.
+# BBR alone sends several percent again, now more, now less. Codecs are not of the link, and the best number of connections follows from the rest.
 TOLERANCES = (
     Tolerance("goodput", "Mbit/s", lambda report: report.best.bits_per_s / 1e6, 0.15, 1.0),
     Tolerance("round trip", "ms", lambda report: report.rtt_ms, 0.20, 3.0),
     Tolerance("jitter", "ms", lambda report: report.jitter_ms, 1.0, 3.0),
-    Tolerance("segments resent", "%", lambda report: report.best.resent_share * 100, 1.0, 0.5),
+    Tolerance("segments resent", "%", lambda report: report.best.resent_share * 100, 1.0, 5.0),
 )
 
 

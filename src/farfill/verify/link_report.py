@@ -62,8 +62,10 @@ def draw(report: LinkReport, path: Path) -> None:
     rates = [rate / 1e6 for _, rate in report.samples]
     over_time.plot(times, rates, color="0.8", linewidth=0.8, label="every 0.1 s")
     over_time.plot(times, _smooth(rates), color="tab:blue", label="mean of 0.5 s")
-    over_time.set(xlabel="seconds", ylabel="Mbit/s", title="sent, one step after the other", ylim=(0, None))
-    over_time.legend(loc="lower right", frameon=False)
+    over_time.set(
+        xlabel="seconds", ylabel="Mbit/s", title="sent, one step after the other", ylim=(0, 1.2 * max([1.0, *rates]))
+    )
+    over_time.legend(loc="upper center", ncols=2, frameon=False)
     names = [str(step.connections) for step in report.steps]
     colors = ["tab:green" if step.connections == report.best_connections else "tab:blue" for step in report.steps]
     bars = by_number.bar(names, [step.bits_per_s / 1e6 for step in report.steps], color=colors)
