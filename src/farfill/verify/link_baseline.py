@@ -42,7 +42,8 @@ class Change:
         return abs(self.now - self.before) > self.allowed
 
 
-# BBR alone sends several percent again, now more, now less. Codecs are not of the link, and the best number of connections follows from the rest.
+# Even on a clean line BBR sends several percent again, now more, now less. Codecs are not of the link, and the best
+# number of connections follows from the rest.
 TOLERANCES = (
     Tolerance("goodput", "Mbit/s", lambda report: report.best.bits_per_s / 1e6, 0.15, 1.0),
     Tolerance("round trip", "ms", lambda report: report.rtt_ms, 0.20, 3.0),
