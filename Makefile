@@ -8,15 +8,19 @@ BIN := $(VENV)/bin
 QUIET := $(shell test -t 2 || echo -qq)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check $(QUIET) -c constraints.txt
 ARGS ?=
+# Where benchmarks look for competitors.
+PEERS := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/farfill/bench-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check bench clean
+.PHONY: help up test check fuzz bench bench-peers clean
 
 help:
 	@echo "make up      start a two-site cluster here and try it (ARGS=\"--once\" stops afterwards)"
 	@echo "make test    run all tests"
 	@echo "make check   ruff, pyright, import-linter"
+	@echo "make fuzz    two million inputs for the parsers of bytes from the wire (ARGS=\"--runs N\")"
 	@echo "make bench   run every benchmark"
+	@echo "make bench-peers   install what the transfer benchmarks compare with (Mooncake, NIXL), in a venv of its own"
 	@echo "make clean   remove $(VENV) and caches"
 
 up: $(VENV)/.installed
@@ -33,6 +37,10 @@ check: $(VENV)/.installed-dev
 	PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	$(BIN)/lint-imports --no-logo
 
+# Inputs that fail are left in fuzz-artifacts; with ARGS="--corpus DIR" what is interesting stays for the next run.
+fuzz: $(VENV)/.installed-dev
+	$(BIN)/python tests/fuzz/explore.py $(ARGS)
+
 bench: $(VENV)/.installed-dev
 	$(BIN)/farfill model fetch smollm2
 	@failed=; for script in benchmarks/[!_]*.py; do \
@@ -40,8 +48,15 @@ bench: $(VENV)/.installed-dev
 	done; \
 	if [ -n "$$failed" ]; then echo "fell short or failed:$$failed"; exit 1; fi
 
+# Mooncake needs libibverbs1 (Debian) even for TCP. NIXL declares torch, which it does not need to move plain memory.
+bench-peers:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check $(QUIET) mooncake-transfer-engine-non-cuda==0.3.13.post1 'numpy>=2,<3'
+	$(PEERS)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps nixl-cu13==1.5.1
+	$(PEERS)/bin/python -c 'import mooncake.engine, nixl_cu13'
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist fuzz-artifacts .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:

@@ -33,12 +33,21 @@ class Figures:
         """`value` must be within `low` and `high`."""
         self._print(name, value, f"{low:g}..{high:g}", low <= value <= high)
 
+    def reported(self, name: str, value: float) -> None:
+        """A value nothing is required of."""
+        self._print(name, value, "reported", True)
+
+    def not_measured(self, name: str, must: str) -> None:
+        """What could not be measured falls short."""
+        self._print(name, None, must, False)
+
     @property
     def exit_code(self) -> int:
         return 0 if self.all_ok and self.lines else 1
 
-    def _print(self, name: str, value: float, must: str, ok: bool) -> None:
-        line: dict[str, object] = {"name": name, "value": round(value, 4), "must": must, "ok": ok}
+    def _print(self, name: str, value: float | None, must: str, ok: bool) -> None:
+        rounded = None if value is None else round(value, 4)
+        line: dict[str, object] = {"name": name, "value": rounded, "must": must, "ok": ok}
         self.all_ok = self.all_ok and ok
         self.lines.append(line)
         print(json.dumps(line), flush=True)

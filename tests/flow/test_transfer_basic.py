@@ -62,6 +62,23 @@ async def test_transfer_over_tls_arrives_bit_equal(ends: Ends, compression: str,
     await move(ends, num_tokens=1, seed=1)
 
 
+@pytest.mark.parametrize(("there", "here"), [("sealed", "sealed"), ("sealed", "tls"), ("tls", "sealed")])
+async def test_transfer_arrives_bit_equal_whichever_end_is_set_to_sealed(ends: Ends, there: str, here: str) -> None:
+    ends.layout = HYBRID
+    ends.receiver = ends.make_receiver(config=config(encryption=here))
+    ends.sender = ends.make_sender(config=config(encryption=there))
+    await ends.start()
+    await move(ends, 4000)
+    await move(ends, num_tokens=1, seed=1)
+
+
+async def test_chunks_are_counted_by_kind_of_tensor(ends: Ends) -> None:
+    ends.layout = HYBRID
+    await ends.start()
+    await move(ends)
+    assert all(ends.sender_seen.counts[f"sent:{kind}"] for kind in ("full", "window", "recurrent", "conv"))
+
+
 async def test_many_transfers_at_once_all_arrive(ends: Ends) -> None:
     await ends.start()
     await asyncio.gather(*(move(ends, 200 + 97 * i, seed=i) for i in range(12)))

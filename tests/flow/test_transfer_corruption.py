@@ -40,7 +40,7 @@ class FlippingTransport:
     def listen(self, address: str) -> Listener:
         return self._inner.listen(address)
 
-    def dial(self, address: str, *, timeout_s: float, interrupt: Waker) -> Channel:
+    def dial(self, address: str, *, timeout_s: float, interrupt: Waker, connect_s: float | None = None) -> Channel:
         return FlippingChannel(self, self._inner.dial(address, timeout_s=timeout_s, interrupt=interrupt))
 
     def take_flip(self) -> bool:
@@ -56,6 +56,8 @@ class FlippingChannel:
         self.peer = inner.peer
         self.fileno = inner.fileno
         self.recv_into = inner.recv_into
+        self.flush = inner.flush
+        self.path = inner.path
         self.finish_sending = inner.finish_sending
         self.close = inner.close
         self.wants_write = False

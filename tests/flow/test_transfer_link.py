@@ -106,10 +106,50 @@ async def test_link_cut_and_healed_within_grace_completes(ends: Ends) -> None:
     moving.check_prefix(result)
 
 
+async def test_link_cut_shorter_than_the_deadline_resends_only_what_was_on_its_way(ends: Ends) -> None:
+    await ends.start()
+    with Relay(ends.receiver.address, rate_bytes_per_s=10 * MIB) as relay:
+        moving = Moving(ends, relay.address, timeout_s=4)
+        await until_bytes(relay, 3 * MIB)
+        chunks = sum(ends.receiver_seen.counts[f"received:{codec}"] for codec in ("none", "lz4", "zstd"))
+        assert chunks > 0
+        relay.cut()
+        await asyncio.sleep(2)
+        sent_before = ends.sender_seen.counts["sent:none"]
+        in_flight = sent_before - ends.receiver_seen.counts["received:none"]
+        relay.heal()
+        healed_s = time.monotonic()
+        result, error = await moving.both()
+    assert error is None
+    assert result.complete
+    moving.check_prefix(result)
+    rest_s = (moving.slot.manifest.total_bytes - 3 * MIB) / (10 * MIB)
+    assert time.monotonic() - healed_s < rest_s + 1.5
+    assert ends.sender_seen.counts["resent:connection_lost"] <= in_flight
+
+
+async def test_chunk_stuck_on_a_slow_connection_goes_out_on_another(ends: Ends) -> None:
+    """One of the connections stops reading; nothing is reset, yet the transfer does not wait for it."""
+    ends.sender = ends.make_sender(config=config(timeout_ms=20_000, connections=4))
+    ends.receiver = ends.make_receiver(config=config(timeout_ms=20_000))
+    await ends.start()
+    with Relay(ends.receiver.address, rate_bytes_per_s=8 * MIB) as relay:
+        moving = Moving(ends, relay.address, timeout_s=20)
+        await until_bytes(relay, 2 * MIB)
+        relay.freeze_one()
+        started_s = time.monotonic()
+        result, error = await moving.both()
+    assert error is None
+    assert result.complete
+    moving.check_prefix(result)
+    assert ends.sender_seen.counts["resent:overdue"] >= 1
+    assert time.monotonic() - started_s < 8, "dead connections are found after 15 s only"
+
+
 async def test_link_cut_for_good_ends_both_sides_with_link_lost(ends: Ends) -> None:
     await ends.start()
     with Relay(ends.receiver.address, rate_bytes_per_s=10 * MIB) as relay:
-        moving = Moving(ends, relay.address)
+        moving = Moving(ends, relay.address, timeout_s=1.5)
         await until_bytes(relay, 5 * MIB)
         cut_s = time.monotonic()
         relay.cut()
@@ -175,7 +215,7 @@ async def test_unreachable_receiver_fails_the_sender_soon(ends: Ends) -> None:
 async def test_sender_killed_in_the_middle_leaves_the_prefix(ends: Ends) -> None:
     await ends.start()
     with Relay(ends.receiver.address, rate_bytes_per_s=10 * MIB) as relay:
-        moving = Moving(ends, relay.address, finish=False)
+        moving = Moving(ends, relay.address, timeout_s=1, finish=False)
         await until_bytes(relay, 5 * MIB)
         for link in ends.sender._links.values():
             link.abort()

@@ -32,13 +32,15 @@ class Credentials:
         """(certificate, key, CA)."""
         return self.cert.read_bytes(), self.key.read_bytes(), self.ca.read_bytes()
 
-    def server(self) -> ssl.SSLContext:
-        """Context to listen with."""
-        return server_context(*self.pems)
+    def server(self, ca_pem: bytes | None = None) -> ssl.SSLContext:
+        """Context to listen with; `ca_pem`: trust these instead."""
+        cert, key, ca = self.pems
+        return server_context(cert, key, ca_pem or ca)
 
-    def client(self) -> ssl.SSLContext:
-        """Context to dial with."""
-        return client_context(*self.pems)
+    def client(self, ca_pem: bytes | None = None) -> ssl.SSLContext:
+        """Context to dial with; `ca_pem`: trust these instead."""
+        cert, key, ca = self.pems
+        return client_context(cert, key, ca_pem or ca)
 
 
 @dataclass

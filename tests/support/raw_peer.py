@@ -50,10 +50,10 @@ class RawPeer:
         return header, self._exactly(header.wire_bytes)
 
     def receive_type(self, kind: FrameType) -> tuple[FrameHeader, bytes]:
-        """The next frame of that type; PINGs before it are skipped."""
+        """The next frame of that type; PINGs and CREDITs before it are skipped."""
         while True:
             header, payload = self.receive()
-            if header.type is not FrameType.PING:
+            if header.type is kind or header.type not in (FrameType.PING, FrameType.CREDIT):
                 assert header.type is kind, (header, payload)
                 return header, payload
 

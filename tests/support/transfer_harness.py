@@ -69,10 +69,11 @@ class CountingObserver:
         self.counts: Counter[str] = Counter()
         self.standing: dict[str, int] = {}
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts[f"sent:{codec}"] += 1
+        self.counts[f"sent:{kind}"] += 1
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts[f"received:{codec}"] += 1
 
     def resent(self, reason: str) -> None:
@@ -86,6 +87,9 @@ class CountingObserver:
 
     def connections(self, peer: str, count: int) -> None:
         self.standing[peer] = count
+
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+        self.counts["path"] += 1
 
     def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:
         self.counts["link"] += 1
@@ -119,7 +123,7 @@ class Ends:
     def identity(self, name: str, role: str) -> PeerIdentity:
         return PeerIdentity("test", "site", role, name)
 
-    def make_receiver(self, *, listen: str = "127.0.0.1:0", name: str = DECODE, **options: Any) -> KVReceiver:
+    def make_receiver(self, *, listen: str | None = "127.0.0.1:0", name: str = DECODE, **options: Any) -> KVReceiver:
         verifier = TicketVerifier(options.pop("public_key", self.public_key), self.clock, 1.0)
         credentials = self.pki.name(name)
         return KVReceiver(
@@ -132,6 +136,7 @@ class Ends:
             options.pop("config", config()),
             self.clock,
             self.receiver_seen,
+            client_ctx=None if options.get("transport") else credentials.client(),
             **options,
         )
 
@@ -143,6 +148,7 @@ class Ends:
             options.pop("config", config()),
             self.clock,
             self.sender_seen,
+            server_ctx=self.pki.name(name, role="prefill", site="far").server(),
             **options,
         )
 

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from farfill.cli import config, model, pki
+from farfill.cli import config, link, model, pki
 from farfill.cli.decode import decode
 from farfill.cli.gateway import gateway
 from farfill.cli.parity import parity
@@ -33,6 +33,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.add_typer(pki.app, name="pki")
 app.command()(parity)
+app.add_typer(link.app, name="link")
 app.command()(up)
 app.command()(version)
 

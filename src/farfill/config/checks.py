@@ -29,6 +29,7 @@ def cross_problems(config: ClusterConfig) -> list[Problem]:
     """Contradictions between keys that are each valid."""
     return [
         *_worker_problems(config),
+        *_transfer_problems(config),
         *_address_problems(config),
         *_engine_problems(config),
         *_tls_problems(config),
@@ -60,6 +61,26 @@ def _worker_problems(config: ClusterConfig) -> Iterator[Problem]:
         )
     for name in sorted({"gateway", "registry"} & set(config.workers)):
         yield Problem(("workers", name), f"{name} is the name of a role", "give the worker another name")
+
+
+def _transfer_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """The side that does not dial KV connections listens, the other does not; mixed workers are on both sides."""
+    dials = config.kv_transfer.dial
+    listening = Role.DECODE if dials == "sender" else Role.PREFILL
+    for name, worker in config.workers.items():
+        listens = worker.role in (listening, Role.MIXED)
+        if listens and worker.transfer_listen is None:
+            yield Problem(
+                ("workers", name),
+                f"a {worker.role} worker needs transfer_listen, the address for KV connections",
+                "add transfer_listen: host:port",
+            )
+        elif not listens and worker.transfer_listen is not None:
+            yield Problem(
+                ("workers", name, "transfer_listen"),
+                f"a {worker.role} worker dials KV connections and accepts none (kv_transfer.dial: {dials})",
+                "remove it",
+            )
 
 
 def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from farfill.core.cluster import Role
 
@@ -58,6 +58,11 @@ class KVTransferConfig(Section):
     compression: Literal["none", "lz4", "zstd", "auto"] = Field(
         default="auto", description="Lossless codec; auto measures link and codec and picks per transfer."
     )
+    encryption: Literal["tls", "sealed"] = Field(
+        default="tls",
+        description="tls: TLS 1.3 records; sealed: AES-128-GCM over 256 KiB records under keys sent inside TLS 1.3,"
+        " about twice the bytes per core. Sealed is used between two workers that are both set so.",
+    )
     checksum: bool = Field(
         default=True, description="XXH3-128 of each chunk's raw bytes, verified before decode may use it."
     )
@@ -73,8 +78,30 @@ class KVTransferConfig(Section):
         le=600_000,
         description="Longest silence of the far side, in ms: no chunk and no sign of life.",
     )
-    connections: int = Field(
-        default=4, ge=1, le=64, description="Pooled TLS connections from a prefill worker to each decode worker."
+    connections: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+        default="auto",
+        description="Pooled TLS connections from a prefill worker to each decode worker; auto: 4, and up to 64 where"
+        " loss limits each of them.",
+    )
+    dial: Literal["sender", "receiver"] = Field(
+        default="sender",
+        description="Who opens KV connections: sender, the prefill worker; receiver, the decode worker, for firewalls"
+        " that let only the near side out. Whoever does not dial needs transfer_listen.",
+    )
+    congestion: Literal["auto", "system"] = Field(
+        default="auto", description="TCP congestion control; auto: BBR where the kernel allows it, system: its default."
+    )
+    receive_budget_mb: int = Field(
+        default=512,
+        ge=64,
+        le=1_048_576,
+        description="Bound on KV bytes on their way to one decode worker, in MiB, shared by its senders; they wait for"
+        " credit.",
+    )
+    allowed_peers: list[str] = Field(
+        default=[],
+        description="Workers to exchange KV with, as site/role/name with * as a wildcard; empty: every worker with a"
+        " certificate of the cluster.",
     )
 
 
@@ -135,18 +162,14 @@ class WorkerConfig(Section):
     advertise: Address | None = Field(
         default=None, description="Address others reach the control API at; unset: listen."
     )
-    transfer_listen: Address | None = Field(default=None, description="Address where a decode worker receives KV.")
-    transfer_advertise: Address | None = Field(
-        default=None, description="Address prefill workers push KV to; unset: transfer_listen."
+    transfer_listen: Address | None = Field(
+        default=None,
+        description="Address for KV connections of the side that does not dial: decode, unless kv_transfer.dial says"
+        " otherwise.",
     )
-
-    @model_validator(mode="after")
-    def _decode_receives(self) -> WorkerConfig:
-        if self.role is Role.PREFILL and self.transfer_listen is not None:
-            raise ValueError("transfer_listen belongs to decode workers: a prefill worker pushes, it never receives KV")
-        if self.role is not Role.PREFILL and self.transfer_listen is None:
-            raise ValueError(f"a {self.role} worker needs transfer_listen, the address where it receives KV")
-        return self
+    transfer_advertise: Address | None = Field(
+        default=None, description="Address the dialling side reaches it at; unset: transfer_listen."
+    )
 
 
 class TlsConfig(Section):

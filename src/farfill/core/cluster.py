@@ -26,8 +26,8 @@ class InstanceState(StrEnum):
 class Instance:
     """One running, addressable worker, as the registry knows it.
 
-    `url` is its control address (https://host:port); `transfer_address` is where a decode worker receives
-    KV ("host:port", empty for prefill). `generation` changes at every start, so a restarted worker is never
+    `url` is its control address (https://host:port); `transfer_address` is where it accepts KV connections
+    ("host:port", empty when it dials them). `generation` changes at every start, so a restarted worker is never
     mistaken for its former self.
     """
 

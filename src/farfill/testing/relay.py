@@ -36,6 +36,7 @@ class _Pipe:
     waiting: deque[tuple[float, bytes]] = field(default_factory=deque)
     waiting_bytes: int = 0
     ended: bool = False
+    flowing: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -59,6 +60,7 @@ class Relay:
         self._open = threading.Event()
         self._flowing: asyncio.Event | None = None
         self._writers: dict[asyncio.StreamWriter, None] = {}  # a set that keeps the order of arrival
+        self._pipes: dict[asyncio.StreamWriter, tuple[_Pipe, _Pipe]] = {}
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="farfill-relay", daemon=True)
 
@@ -90,6 +92,10 @@ class Relay:
     def reset_one(self) -> None:
         """Reset the oldest connection only."""
         self._call(self._reset_oldest)
+
+    def freeze_one(self) -> None:
+        """Nothing more passes on the oldest connection; it stands."""
+        self._call(self._freeze_oldest)
 
     def blackhole(self) -> None:
         """Connections stand and are accepted, but nothing passes."""
@@ -143,6 +149,9 @@ class Relay:
             far_reader, far = await asyncio.open_connection(*self._target)
             self._writers[far] = None
             pipes = (_Pipe(self.up), _Pipe(self.down))
+            self._pipes[writer] = pipes
+            for pipe in pipes:
+                pipe.flowing.set()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._read(reader, pipes[0]))
                 group.create_task(self._write(far, pipes[0]))
@@ -151,6 +160,7 @@ class Relay:
         except* (OSError, asyncio.IncompleteReadError):
             pass  # one side is gone: so is the other
         finally:
+            self._pipes.pop(writer, None)
             for end in (writer, far):
                 if end is not None:
                     self._writers.pop(end, None)
@@ -198,6 +208,7 @@ class Relay:
             due_s, data = pipe.waiting.popleft()
             await asyncio.sleep(max(0.0, due_s - self._loop.time()))
             await self._flowing.wait()
+            await pipe.flowing.wait()
             pipe.waiting_bytes -= len(data)
             pipe.changed.set()
             writer.write(data)
@@ -217,8 +228,14 @@ class Relay:
             _reset(writer)
 
     def _reset_oldest(self) -> None:
-        for writer in list(self._writers)[:1]:
+        for writer in list(self._pipes)[:1]:
+            del self._pipes[writer]  # the next call means the next connection
             _reset(writer)
+
+    def _freeze_oldest(self) -> None:
+        for pipes in list(self._pipes.values())[:1]:
+            for pipe in pipes:
+                pipe.flowing.clear()
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -70,6 +70,10 @@ class LinkEstimate:
         if not still_busy:
             self._window_start_s = None
 
+    def interrupted(self) -> None:
+        """A connection broke: the window under way measured the break, not the link."""
+        self._window_start_s = None
+
     def round_trip(self, seconds: float) -> None:
         """One PING was answered after `seconds`."""
         if seconds > 0:

@@ -5,6 +5,7 @@ Events name what happened; effects name what a driver must do, in the order give
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -15,6 +16,7 @@ class Control(Enum):
     """Control frames a sender asks its driver for."""
 
     OPEN = auto()
+    RESUME = auto()
     FINISH = auto()
     KEEPALIVE = auto()
 
@@ -70,7 +72,7 @@ class ControlSent:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """ACCEPT arrived."""
+    """ACCEPT arrived: the first one fixes the cut, each one tells what the receiver holds."""
 
     chunk_bytes: int
     held: bytes
@@ -90,9 +92,10 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A connection can take a chunk."""
+    """A connection can take a chunk; when none waits, one that is in flight elsewhere for `overdue_s` or longer."""
 
     connection: int
+    overdue_s: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +153,11 @@ class Opened:
 
 
 @dataclass(frozen=True, slots=True)
+class Resumed:
+    """The sender asks what is held."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkBegun:
     """Connection thread `claim` is about to receive this chunk."""
 
@@ -175,7 +183,7 @@ class ChunkAborted:
 
 
 ReceiverEvent = (
-    Tick | Failed | PeerFailed | LinkDown | LinkUp | Heard | Opened | ChunkBegun | ChunkLanded | ChunkAborted
+    Tick | Failed | PeerFailed | LinkDown | LinkUp | Heard | Opened | Resumed | ChunkBegun | ChunkLanded | ChunkAborted
 )
 
 # Effects
@@ -206,10 +214,17 @@ class SendChunk:
 
 @dataclass(frozen=True, slots=True)
 class Resent:
-    """A chunk goes back to the queue."""
+    """A chunk travels again."""
 
     chunk: int
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A chunk whose acknowledgement was lost had arrived."""
+
+    chunk: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +240,7 @@ class Ended:
     detail: str
 
 
-SenderEffect = SendControl | SendFail | SendChunk | Resent | ChunksReady | Ended
+SenderEffect = SendControl | SendFail | SendChunk | Resent | Confirmed | ChunksReady | Ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +296,12 @@ ReceiverEffect = Accept | WriteChunk | DropChunk | RevokeClaim | Ack | Nack | Se
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLimits:
-    """`timeout_s`: longest silence; `grace_s`: longest time without any connection; `retry`: resends of a chunk."""
+    """`timeout_s`: longest silence; `grace_s`: longest time without any connection, `open_grace_s` while the peer was
+    never reached; `retry`: resends of a chunk.
+    """
 
     timeout_s: float
     grace_s: float
+    open_grace_s: float
     retry: int
     keepalive_s: float

@@ -13,8 +13,8 @@ from farfill.wire.frames import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 # Beyond this a chunk only delays: acknowledgements, stealing, and the interpreter while it is encoded.
 PREFERRED_MAX_BYTES = 4 * 1024 * 1024
 CHUNKS_PER_CONNECTION = 8
-# Chunks this long on the wire keep acknowledgements frequent on slow links.
-CHUNK_S = 0.25
+# Chunks this long on the line, all connections together: at the end of a transfer one connection has one left.
+CHUNK_S = 0.04
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,11 +21,12 @@ import xxhash
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import ProtocolError
-from farfill.core.layout import DTYPE_BYTES
+from farfill.core.layout import DTYPE_BYTES, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
+from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.events import (
     Accept,
     Ack,
@@ -43,6 +44,7 @@ from farfill.transfer.events import (
     PeerFailed,
     ReceiverEffect,
     ReceiverEvent,
+    Resumed,
     RevokeClaim,
     SendComplete,
     SendFail,
@@ -51,9 +53,9 @@ from farfill.transfer.events import (
     WriteChunk,
 )
 from farfill.transfer.grid import Chunk, pack_bitmap
-from farfill.transfer.machine import ReceiverMachine
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import ReceiveResult, TransferStats
+from farfill.transfer.receiver_machine import ReceiverMachine
 from farfill.transport.protocol import Receive
 from farfill.wire.frames import (
     FLAG_CHECKSUM,
@@ -98,18 +100,22 @@ class ReceiveOptions:
 
 
 class Scratch:
-    """Memory of one connection's thread: encoded chunks on their way, and what is discarded."""
+    """What one connection's thread needs: codec contexts, room to discard, and leases of memory for encoded chunks."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: ReceiveBudget, peer: str, patience_s: float) -> None:
         self.codec = ChunkCodec()
-        self._encoded = bytearray()
         self.drain = memoryview(bytearray(DRAIN_BYTES))
+        self._budget = budget
+        self._peer = peer
+        self._patience_s = patience_s
 
-    def encoded(self, nbytes: int) -> memoryview:
-        """Room for one encoded chunk; grows to the largest seen."""
-        if len(self._encoded) < nbytes:
-            self._encoded = bytearray(nbytes)
-        return memoryview(self._encoded)[:nbytes]
+    def lease(self, nbytes: int) -> bytearray:
+        """Room for one encoded chunk. Raises TransportError when none comes free."""
+        return self._budget.lease(self._peer, nbytes, self._patience_s)
+
+    def release(self, memory: bytearray) -> None:
+        """It is decoded, or nobody needs it any more."""
+        self._budget.release(self._peer, memory)
 
 
 class AwaitedTransfer:
@@ -182,6 +188,10 @@ class AwaitedTransfer:
         """A verified OPEN."""
         self.handle(Opened(chunk_bytes), session)
 
+    def resume(self, session: Answerer) -> None:
+        """The sender asks what arrived."""
+        self.handle(Resumed(), session)
+
     def peer_failed(self, reason: FallbackReason, detail: str) -> None:
         """The sender gave up, or must not be listened to."""
         self.handle(PeerFailed(reason, detail))
@@ -212,6 +222,7 @@ class AwaitedTransfer:
         chunk = grid.find(header.piece, header.offset, header.raw_bytes)
         claim = next(self._claims)
         landing = Landing(self, header, chunk, claim, session=session, scratch=scratch)
+        landing.prepare()  # may wait for memory: not under the lock
         with self._lock:
             effects = self._machine.handle(ChunkBegun(chunk.index, claim), self._clock.now_s())
             revoked = [self._landings.get(e.claim) for e in effects if isinstance(e, RevokeClaim)]
@@ -231,8 +242,11 @@ class AwaitedTransfer:
 
     def item_bytes(self, piece: int) -> int:
         """Item size of a piece's tensor, by our own layout."""
+        return DTYPE_BYTES[self._tensor(piece).dtype]
+
+    def _tensor(self, piece: int) -> TensorLayout:
         manifest = self._slot.manifest
-        return DTYPE_BYTES[manifest.layout.tensors[manifest.pieces[piece].tensor].dtype]
+        return manifest.layout.tensors[manifest.pieces[piece].tensor]
 
     def progressed(self) -> None:
         """Payload bytes came."""
@@ -310,7 +324,7 @@ class AwaitedTransfer:
         self._wire_bytes += header.wire_bytes
         codec = Codec(header.codec).name.lower()
         self._codecs[codec] += header.raw_bytes
-        self._observer.chunk_received(header.raw_bytes, header.wire_bytes, codec)
+        self._observer.chunk_received(header.raw_bytes, header.wire_bytes, codec, self._tensor(header.piece).kind)
 
     def _fence(self) -> None:
         """Take the slot away from every thread; returns when none writes."""
@@ -369,16 +383,21 @@ class Landing:
         self._scratch = scratch
         self._lock = Lock()
         self._filled = 0
-        self._encoded = scratch.encoded(header.wire_bytes) if header.codec != Codec.NONE else None
+        self._encoded: bytearray | None = None
 
     @property
     def remaining(self) -> int:
         return self.header.wire_bytes - self._filled
 
+    def prepare(self) -> None:
+        """Take memory for the encoded bytes. Raises TransportError when none comes free."""
+        if self.header.codec != Codec.NONE:
+            self._encoded = self._scratch.lease(self.header.wire_bytes)
+
     def fill(self, receive: Receive) -> int | None:
         with self._lock:
             if self._encoded is not None:
-                place = self._encoded[self._filled :]
+                place = memoryview(self._encoded)[self._filled : self.header.wire_bytes]
             elif self.target is not None:
                 place = self.target[self._filled :]
             else:
@@ -391,17 +410,19 @@ class Landing:
         return received
 
     def complete(self) -> None:
-        if self.drop is not None:
-            self._transfer.dropped(self, self.drop)
-            return
         with self._lock:
             problem = None if self.target is None else self._verify(self.target)
             self.target = None
-        self._transfer.landed(self, problem)
+            self._give_back()
+        if self.drop is not None:
+            self._transfer.dropped(self, self.drop)
+        else:
+            self._transfer.landed(self, problem)
 
     def abandon(self) -> None:
         with self._lock:
             self.target = None
+            self._give_back()
         if self.drop is None:
             self._transfer.aborted(self)
 
@@ -409,6 +430,11 @@ class Landing:
         """Returns once no byte can reach the slot through this any more."""
         with self._lock:
             self.target = None
+
+    def _give_back(self) -> None:
+        if self._encoded is not None:
+            self._scratch.release(self._encoded)
+            self._encoded = None
 
     def answer(self, kind: FrameType, payload: ReasonPayload | None = None) -> None:
         """ACK or NACK of this chunk."""
@@ -422,7 +448,8 @@ class Landing:
         if self._encoded is not None:
             try:
                 item_bytes = self._transfer.item_bytes(header.piece)
-                self._scratch.codec.decode_into(Codec(header.codec), self._encoded, item_bytes, target)
+                wire = memoryview(self._encoded)[: header.wire_bytes]
+                self._scratch.codec.decode_into(Codec(header.codec), wire, item_bytes, target)
             except ProtocolError:
                 return "checksum"  # the bytes are wrong, found before the checksum was needed
         if header.flags & FLAG_CHECKSUM and xxhash.xxh3_128_digest(target) != header.checksum:

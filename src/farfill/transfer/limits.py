@@ -9,13 +9,20 @@ from farfill.core.cluster import FallbackReason
 from farfill.transfer.events import TransferLimits
 
 HANDSHAKE_S = 5.0
-MAX_GRACE_S = 1.0
+MAX_OPEN_GRACE_S = 1.0
 
 _FALLBACKS = frozenset(FallbackReason)
 _KNOWN_REASONS = frozenset(
     {
         *("bad_frame", "bad_chunk", "bad_chunk_size", "oversize", "flooded", "checksum_missing"),
-        *("protocol_version", "wrong_name", "layout_mismatch", "manifest_mismatch", "identity_refused"),
+        *(
+            "protocol_version",
+            "wrong_name",
+            "peer_not_allowed",
+            "layout_mismatch",
+            "manifest_mismatch",
+            "identity_refused",
+        ),
         *("ticket_malformed", "ticket_forged", "ticket_expired", "ticket_not_yet_valid", "ticket_replayed"),
         *("ticket_wrong_peer", "ticket_wrong_fingerprint", "ticket_wrong_transfer"),
         *("not_expected", "too_many_parked", "unknown_transfer", "connection_lost"),
@@ -47,10 +54,11 @@ def liveness_of(config: KVTransferConfig) -> Liveness:
 
 
 def limits_of(config: KVTransferConfig, timeout_s: float) -> TransferLimits:
-    """Deadlines of one transfer with the given longest silence."""
+    """Deadlines of one transfer with the given longest silence. A link that is cut for less loses nothing."""
     return TransferLimits(
         timeout_s=timeout_s,
-        grace_s=min(timeout_s, MAX_GRACE_S),
+        grace_s=timeout_s,
+        open_grace_s=min(timeout_s, MAX_OPEN_GRACE_S),
         retry=config.retry,
         keepalive_s=timeout_s / 8,
     )

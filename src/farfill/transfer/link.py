@@ -7,49 +7,77 @@ connection holds back only what it carries, and a small transfer never waits beh
 
 from __future__ import annotations
 
+import math
 import os
-import random
-import time
 from collections import deque
-from threading import RLock, Thread
+from threading import RLock
 
 import structlog
 
 from farfill.clock import Clock
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import FallbackReason
-from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolError, TicketError
+from farfill.core.errors import TicketError
 from farfill.kv.codec import ChunkCodec, Codec
+from farfill.topology.connections import ConnectionTuner
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.adapt import CodecChooser, measure_codecs
-from farfill.transfer.events import Control, LinkUp, PeerCompleted, Tick
+from farfill.transfer.events import Control, LinkUp, Tick
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.outgoing import PushedTransfer
-from farfill.transfer.session import PeerSession
-from farfill.transport.connection import Connection
-from farfill.transport.errors import IdentityError, TransportError, TransportInterruptedError
-from farfill.transport.protocol import ChunkSink, OutgoingFrame, Transport
+from farfill.transfer.path_watch import PathWatch
+from farfill.transfer.sender_session import SenderSession
+from farfill.transfer.slot import Slot
+from farfill.transfer.turns import Turns
+from farfill.transport.protocol import OutgoingFrame, PathSample, Transport
+from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
-from farfill.wire.frames import (
-    AcceptPayload,
-    FrameHeader,
-    FrameType,
-    HelloPayload,
-    ReasonPayload,
-    decode_payload,
-)
+from farfill.wire.frames import HelloPayload, ReasonPayload
 
-BACKOFF_FIRST_S = 0.05
-BACKOFF_MAX_S = 2.0
-# Without a transfer to serve, an unreachable peer is left alone after so many attempts per connection.
-IDLE_DIALS = 3
+# An acknowledgement that takes this many times what link and queue explain is overdue.
+OVERDUE_FACTOR = 4.0
+OVERDUE_MIN_S = 1.0
+OVERDUE_UNKNOWN_S = 2.0
 
 _log = structlog.get_logger(__name__)
 
 
+class AdoptedSlot:
+    """A connection the other end dialled. Its thread belongs to the door it came through."""
+
+    alive = False
+
+    def __init__(self, link: PeerLink, number: int, waker: Waker) -> None:
+        self.waker = waker
+        self.number = number
+        self.failed = False
+        self.standing = False
+        self.session: SenderSession | None = None
+        self._link = link
+
+    def retry_now(self) -> None:
+        """Only the other end can."""
+
+    def stop(self) -> None:
+        """End after what is queued."""
+        if self.session is not None:
+            self.session.finish()
+
+    def abort(self) -> None:
+        """End at once."""
+        self.waker.stop()
+
+    def over(self) -> None:
+        """It ended, and nothing follows."""
+        self._link.abandon(self)
+
+
 class PeerLink:
-    """One peer address. Locks nest nowhere: transfers are called without holding the link's lock."""
+    """One peer. `address` empty: the peer dials.
+
+    Locks nest nowhere: transfers are called without holding the link's.
+    """
 
     def __init__(
         self,
@@ -73,19 +101,27 @@ class PeerLink:
         self.estimate = LinkEstimate()
         self._lock = RLock()
         self._transfers: dict[bytes, PushedTransfer] = {}
-        self._turn: deque[PushedTransfer] = deque()
+        self._turns: Turns[PushedTransfer] = Turns()
         self._control: deque[tuple[PushedTransfer, Control | ReasonPayload]] = deque()
         self._unsettled_bytes = 0
+        self._reserved_bytes = 0
+        self._credit_bytes = math.inf
+        self._withheld = False
         self._used_s = clock.now_s()
-        self._chooser = CodecChooser(min(config.connections, os.cpu_count() or 1))
-        self._slots = [_Slot(self, number) for number in range(config.connections)]
+        self._tuner = ConnectionTuner(None if config.connections == "auto" else config.connections)
+        self._watch = PathWatch()
+        self._chooser = CodecChooser(min(self._tuner.wanted, os.cpu_count() or 1))
+        self._numbers = 0
+        self._slots: list[Slot | AdoptedSlot] = []
+        self._retired: list[Slot | AdoptedSlot] = []
+        self._started = False
 
     # For the sender
 
     def start(self) -> None:
-        """Start dialling."""
-        for slot in self._slots:
-            slot.thread.start()
+        """Start dialling, unless the peer does."""
+        self._started = bool(self.address)
+        self._resize()
 
     def add(self, transfer: PushedTransfer) -> None:
         """Serve a new transfer; connections that wait for their next attempt try at once.
@@ -96,7 +132,6 @@ class PeerLink:
             if transfer.key in self._transfers:
                 raise TicketError("a transfer with this ticket is under way", reason="ticket_replayed")
             self._transfers[transfer.key] = transfer
-            self._turn.append(transfer)
         for slot in self._slots:
             slot.retry_now()
         transfer.begin()
@@ -110,6 +145,7 @@ class PeerLink:
         """Let time pass for every transfer. Raises nothing."""
         for transfer in self._snapshot():
             transfer.handle(Tick())
+        self._tune()
 
     def unused_s(self) -> float:
         """How long nothing was asked of it and no connection stood; 0 while it is of use."""
@@ -125,18 +161,25 @@ class PeerLink:
 
     def stop(self) -> None:
         """Let connections say what they still have to say, then end."""
+        self._started = False
         for slot in self._slots:
             slot.stop()
 
     def abort(self) -> None:
         """End connections at once."""
-        for slot in self._slots:
-            slot.waker.stop()
+        self._started = False
+        for slot in [*self._slots, *self._retired]:
+            slot.abort()
 
     @property
     def alive(self) -> bool:
         """Whether a thread still runs."""
-        return any(slot.thread.is_alive() for slot in self._slots)
+        return any(slot.alive for slot in [*self._slots, *self._retired])
+
+    @property
+    def connections(self) -> int:
+        """How many are kept, standing or not."""
+        return self._tuner.wanted if self.address else max(1, len(self._slots))
 
     # For transfers (see `outgoing.Link`)
 
@@ -160,12 +203,16 @@ class PeerLink:
             return
         with self._lock:
             now_s = self.clock.now_s()
+            self._watch.acked(wire_bytes)
+            withheld, self._withheld = self._withheld, False
             self._unsettled_bytes -= wire_bytes
             still_busy = self._unsettled_bytes > 0
             before = self.estimate.rate_bytes_per_s
             self.estimate.acknowledged(wire_bytes if raw_bytes else 0, now_s, still_busy=still_busy)
             self._chooser.confirmed(raw_bytes, now_s, still_busy=still_busy)
             rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
+        if withheld:
+            self._wake()
         if rate != before:
             self.observer.link(self.peer_name, rate, rtt_s)
 
@@ -184,8 +231,7 @@ class PeerLink:
     def ended(self, transfer: PushedTransfer) -> None:
         with self._lock:
             self._transfers.pop(transfer.key, None)
-            if transfer in self._turn:
-                self._turn.remove(transfer)
+            self._turns.forget(transfer)
             # Of what it still had to say, only the FAIL matters, and only while the peer may be reached.
             self._control = deque(
                 (owner, control)
@@ -194,6 +240,24 @@ class PeerLink:
             )
 
     # For connections
+
+    def session(self, slot: Slot, peer: PeerIdentity) -> SenderSession:
+        """What is said on a connection this end dialled."""
+        return SenderSession(self, slot, peer)
+
+    def adopt(self, peer: PeerIdentity, waker: Waker) -> SenderSession:
+        """What is said on a connection the peer dialled."""
+        with self._lock:
+            slot = AdoptedSlot(self, self._numbers, waker)
+            self._numbers += 1
+            slot.session = SenderSession(self, slot, peer)
+            self._slots = [*self._slots, slot]
+        return slot.session
+
+    def abandon(self, slot: AdoptedSlot) -> None:
+        """It is closed."""
+        with self._lock:
+            self._slots = [other for other in self._slots if other is not slot]
 
     @property
     def wanted(self) -> bool:
@@ -218,16 +282,44 @@ class PeerLink:
                 return frame
 
     def next_chunk(self, connection: int, codec: ChunkCodec) -> tuple[PushedTransfer, OutgoingFrame] | None:
-        """The next chunk of the transfer whose turn it is."""
-        for _ in range(len(self._turn)):
-            with self._lock:
-                if not self._turn:
+        """The next chunk of the transfer whose turn it is; when none waits, one that is stuck on another connection."""
+        with self._lock:
+            overdue_s = self._overdue_s
+            in_turn = self._turns.order(self._transfers.values())
+        for take_over in (False, True):
+            for transfer in in_turn:
+                ready = transfer.has_overdue(connection, overdue_s) if take_over else transfer.has_chunks
+                if not ready:
+                    continue
+                nbytes = transfer.chunk_bytes
+                if not self._reserve(transfer, nbytes):
                     return None
-                transfer = self._turn[0]
-                self._turn.rotate(-1)
-            if transfer.has_chunks and (frame := transfer.pull(connection, codec)) is not None:
-                return transfer, frame
+                frame: OutgoingFrame | None = None
+                try:
+                    frame = transfer.pull(connection, codec, overdue_s if take_over else math.inf)
+                finally:
+                    with self._lock:
+                        self._reserved_bytes -= nbytes
+                        self._turns.charge(transfer, (frame.size if frame is not None else 0) - nbytes)
+                if frame is not None:
+                    return transfer, frame
         return None
+
+    def _reserve(self, transfer: PushedTransfer, nbytes: int) -> bool:
+        """Whether the receiver's credit covers one more chunk; its bytes count from now on."""
+        with self._lock:
+            before = self._unsettled_bytes + self._reserved_bytes
+            self._withheld = before > 0 and before + nbytes > self._credit_bytes
+            if not self._withheld:
+                self._reserved_bytes += nbytes
+                self._turns.charge(transfer, nbytes)
+            return not self._withheld
+
+    def credit(self, nbytes: int) -> None:
+        """The receiver allows so many unacknowledged bytes. One chunk may always travel."""
+        with self._lock:
+            self._credit_bytes = nbytes
+        self._wake()
 
     def connected(self, generation: str) -> None:
         """A connection was welcomed by that run of the peer."""
@@ -238,6 +330,9 @@ class PeerLink:
 
     def disconnected(self, connection: int, error: Exception | None) -> None:
         """A connection that was welcomed is over."""
+        with self._lock:
+            self._watch.gone(connection)
+            self.estimate.interrupted()
         self._report_connections()
         if error is not None:
             _log.info("transfer_connection_lost", peer=self.peer_name, address=self.address, detail=str(error))
@@ -269,6 +364,59 @@ class PeerLink:
             rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
         self.observer.link(self.peer_name, rate, rtt_s)
 
+    def sampled(self, connection: int, path: PathSample) -> None:
+        """The kernel told about one connection."""
+        with self._lock:
+            self._watch.sampled(connection, path)
+
+    @property
+    def rtt_s(self) -> float | None:
+        """The round trip, once known."""
+        with self._lock:
+            return self.estimate.rtt_s
+
+    @property
+    def _overdue_s(self) -> float:
+        """How long an acknowledgement may take, from what is on its way and the measured rate."""
+        rate = self.estimate.rate_bytes_per_s
+        if rate is None:
+            return OVERDUE_UNKNOWN_S
+        expected_s = self._unsettled_bytes / rate + (self.estimate.rtt_s or 0.0)
+        return max(OVERDUE_MIN_S, OVERDUE_FACTOR * expected_s)
+
+    def _tune(self) -> None:
+        """Let the number of connections follow what the path showed."""
+        now_s = self.clock.now_s()
+        with self._lock:
+            busy = any(transfer.has_chunks for transfer in self._transfers.values())
+            path = self._watch.take(now_s)
+            if path is None:
+                return
+            self._tuner.observe(
+                now_s,
+                congestion=path.congestion,
+                rtt_s=path.rtt_s,
+                acked_bytes=path.acked_bytes,
+                segments_sent=path.segments_sent,
+                segments_resent=path.segments_resent,
+                busy=busy,
+            )
+        self.observer.path(self.peer_name, path.rtt_s, path.segments_resent, path.delivery_bytes_per_s)
+        self._resize()
+
+    def _resize(self) -> None:
+        self._retired = [slot for slot in self._retired if slot.alive]
+        while self._started and len(self._slots) < self._tuner.wanted:
+            slot = Slot(self, self._numbers)
+            self._numbers += 1
+            # A new list each time: other threads walk the old one meanwhile.
+            self._slots = [*self._slots, slot]
+            slot.thread.start()
+        while self._started and len(self._slots) > self._tuner.wanted:
+            *self._slots, slot = self._slots
+            self._retired = [*self._retired, slot]
+            slot.stop()
+
     @property
     def _down(self) -> bool:
         """Whether no connection stands and each was tried in vain."""
@@ -284,204 +432,3 @@ class PeerLink:
     def _wake(self) -> None:
         for slot in self._slots:
             slot.waker.wake()
-
-
-class _Slot:
-    """One connection of the pool over its whole life, on its own thread."""
-
-    def __init__(self, link: PeerLink, number: int) -> None:
-        self.waker = Waker()
-        self.failed = False
-        self.standing = False
-        self._link = link
-        self._number = number
-        self._retry_now = False
-        self._stopping = False
-        self._session: _DiallerSession | None = None
-        self.thread = Thread(target=self._run, name=f"farfill-kv-send-{link.peer_name}-{number}", daemon=True)
-
-    def retry_now(self) -> None:
-        """Forget past failures."""
-        if not self.standing:
-            self.failed = False
-        self._retry_now = True
-        self.waker.wake()
-
-    def stop(self) -> None:
-        """End after what is queued."""
-        self._stopping = True
-        session = self._session
-        if session is None:
-            self.waker.stop()
-        else:
-            session.finish()
-
-    def _run(self) -> None:
-        failures = 0
-        try:
-            while not self._stopping and not self.waker.stopped:
-                if self._retry_now:
-                    self._retry_now = False
-                    failures = 0
-                if failures >= IDLE_DIALS and not self._link.wanted:
-                    self.waker.sleep(BACKOFF_MAX_S)
-                    continue
-                if self._serve():
-                    failures = 0
-                failures += 1
-                self._back_off(failures)
-        finally:
-            self.waker.close()
-
-    def _serve(self) -> bool:
-        """One connection from dialling to its end; whether it was welcomed."""
-        link = self._link
-        try:
-            channel = link.transport.dial(link.address, timeout_s=link.liveness.handshake_s, interrupt=self.waker)
-            if channel.peer.name != link.peer_name:
-                channel.close()
-                raise IdentityError(f"{link.address} is {channel.peer.name!r}, not {link.peer_name!r}")
-        except TransportInterruptedError:
-            return False
-        except TransportError as error:
-            self.failed = True
-            if isinstance(error, IdentityError):
-                link.refused(error.reason, str(error))
-            link.attempt_failed(error)
-            return False
-        session = _DiallerSession(link, self, self._number)
-        self._session = session
-        if self._stopping:
-            session.finish()
-        Connection(channel, session, self.waker, link.clock).run()
-        self._session = None
-        return session.welcomed
-
-    def _back_off(self, failures: int) -> None:
-        """Wait longer each time, by chance a little more or less; a new transfer cuts it short."""
-        wait_s = min(BACKOFF_FIRST_S * 2 ** (failures - 1), BACKOFF_MAX_S) * random.uniform(0.5, 1.5)  # noqa: S311
-        until_s = time.monotonic() + wait_s
-        while not (self._retry_now or self._stopping or self.waker.stopped):
-            left_s = until_s - time.monotonic()
-            if left_s <= 0:
-                return
-            self.waker.sleep(left_s)
-
-
-class _DiallerSession(PeerSession):
-    """The sender's end of one connection."""
-
-    def __init__(self, link: PeerLink, slot: _Slot, number: int) -> None:
-        super().__init__(link.me, link.peer_name, slot.waker, link.liveness, link.clock.now_s())
-        self._link = link
-        self._slot = slot
-        self._number = number
-        self._codec = ChunkCodec()
-        self._refusal: ReasonPayload | None = None
-        self._carried: dict[OutgoingFrame, PushedTransfer] = {}
-        self.send(FrameHeader(FrameType.HELLO), link.me)
-
-    def next_frame(self, now_s: float) -> OutgoingFrame | None:
-        frame = self.next_control()
-        if frame is not None or not self.welcomed:
-            return frame
-        frame = self._link.next_control(self._number)
-        if frame is not None or self.finishing:
-            return frame
-        taken = self._link.next_chunk(self._number, self._codec)
-        if taken is None:
-            return None
-        transfer, frame = taken
-        self._carried[frame] = transfer
-        return frame
-
-    def frame_sent(self, frame: OutgoingFrame, now_s: float) -> None:
-        super().frame_sent(frame, now_s)
-        transfer = self._carried.pop(frame, None)
-        if transfer is not None:
-            transfer.frame_sent(frame)
-
-    def control(self, header: FrameHeader, payload: memoryview, now_s: float) -> None:
-        self.heard(now_s)
-        if header.type is FrameType.REFUSE:
-            self._refusal = decode_payload(ReasonPayload, payload)
-            raise TransportError(f"refused: {self._refusal.reason}: {self._refusal.detail}", reason="refused")
-        if header.type is FrameType.WELCOME and not self.welcomed:
-            self._welcome(decode_payload(HelloPayload, payload))
-        elif not self.welcomed:
-            raise ProtocolError(f"{header.type.name} before WELCOME", reason="bad_frame")
-        else:
-            self._for_transfer(header, payload, now_s)
-
-    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink:
-        raise ProtocolError("a decode worker sends no chunks", reason="bad_frame")
-
-    def closed(self, error: Exception | None) -> None:
-        if self.welcomed:
-            self._slot.standing, self._slot.failed = False, True
-            self._link.disconnected(self._number, error)
-        elif isinstance(error, TransportInterruptedError):
-            return
-        else:
-            self._slot.failed = True
-            if self._refusal is not None:
-                self._link.refused(self._refusal.reason, self._refusal.detail)
-            elif isinstance(error, IdentityError | IncompatiblePeerError | ProtocolError):
-                self._link.refused(error.reason, str(error))
-        self._link.attempt_failed(error or TransportError("closed"))
-
-    def _welcome(self, hello: HelloPayload) -> None:
-        error = hello_problem(self.me, hello, self.peer_name)
-        if error is not None:
-            raise error
-        self.peer_generation = hello.generation
-        self.welcomed = True
-        self._slot.standing, self._slot.failed = True, False
-        self._link.connected(hello.generation)
-
-    def _for_transfer(self, header: FrameHeader, payload: memoryview, now_s: float) -> None:
-        transfer = self._link.transfer(header.transfer)
-        match header.type:
-            case FrameType.PING | FrameType.PONG:
-                round_trip_s = self.answered(header, now_s)
-                if round_trip_s is not None:
-                    self._link.round_trip(round_trip_s)
-            case _ if transfer is None and header.type in _ANSWERS:
-                pass  # it ended here meanwhile
-            case FrameType.ACK | FrameType.NACK:
-                assert transfer is not None
-                transfer.chunk_answered(header, payload)
-            case FrameType.ACCEPT:
-                assert transfer is not None
-                transfer.accepted(decode_payload(AcceptPayload, payload), self.peer_generation)
-            case FrameType.COMPLETE:
-                assert transfer is not None
-                transfer.handle(PeerCompleted())
-            case FrameType.FAIL:
-                assert transfer is not None
-                reason = decode_payload(ReasonPayload, payload)
-                _log.warning("transfer_failed_by_peer", peer=self.peer_name, reason=reason.reason, detail=reason.detail)
-                transfer.peer_failed(reason)
-            case _:
-                self.answered(header, now_s)
-
-
-_ANSWERS = (FrameType.ACK, FrameType.NACK, FrameType.ACCEPT, FrameType.COMPLETE, FrameType.FAIL)
-
-
-def hello_problem(me: HelloPayload, peer: HelloPayload, certified_name: str) -> FarfillError | None:
-    """Why these two must not exchange KV; None when they may."""
-    if peer.protocol_version != me.protocol_version:
-        return IncompatiblePeerError(
-            f"protocol version {peer.protocol_version} there, {me.protocol_version} here", reason="protocol_version"
-        )
-    if peer.instance != certified_name:
-        return IncompatiblePeerError(
-            f"calls itself {peer.instance[:64]!r}, its certificate says {certified_name!r}", reason="wrong_name"
-        )
-    if peer.fingerprint != me.fingerprint:
-        return IncompatiblePeerError(
-            f"model fingerprint {peer.fingerprint[:64]} there, {me.fingerprint[:64]} here",
-            reason="fingerprint_mismatch",
-        )
-    return None

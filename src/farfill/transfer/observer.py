@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class TransferObserver(Protocol):
-    """Called from connection threads; must not block. Reasons and codecs are stable label values."""
+    """Called from connection threads; must not block. Reasons, codecs and kinds of tensors are stable label values."""
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None: ...
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None: ...
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None: ...
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None: ...
 
     def resent(self, reason: str) -> None:
         """A chunk must travel again."""
@@ -32,14 +32,18 @@ class TransferObserver(Protocol):
         """The estimates of the link to `peer` changed."""
         ...
 
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+        """What TCP measured on all connections to `peer`; `segments_resent` since the last call."""
+        ...
+
 
 class SilentObserver:
     """Listens to nothing."""
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         pass
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         pass
 
     def resent(self, reason: str) -> None:
@@ -55,4 +59,7 @@ class SilentObserver:
         pass
 
     def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:
+        pass
+
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
         pass

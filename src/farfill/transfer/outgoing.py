@@ -7,6 +7,7 @@ returns only when no thread reads the offered bytes any more: frames still leavi
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -19,7 +20,7 @@ import xxhash
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import ProtocolError, TransferError
-from farfill.core.layout import DTYPE_BYTES
+from farfill.core.layout import DTYPE_BYTES, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
@@ -27,6 +28,7 @@ from farfill.transfer.events import (
     Accepted,
     Acked,
     ChunksReady,
+    Confirmed,
     ConnectionLost,
     Control,
     ControlSent,
@@ -49,9 +51,9 @@ from farfill.transfer.events import (
 )
 from farfill.transfer.grid import Chunk
 from farfill.transfer.limits import fallback_reason, known_reason
-from farfill.transfer.machine import SenderMachine
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import TransferStats
+from farfill.transfer.sender_machine import SenderMachine
 from farfill.transport.protocol import OutgoingFrame
 from farfill.wire.frames import (
     FLAG_CHECKSUM,
@@ -240,9 +242,19 @@ class PushedTransfer:
         )
         return OutgoingFrame(encode_frame(FrameHeader(FrameType.OPEN, self.key), payload))
 
-    def pull(self, connection: int, codec: ChunkCodec) -> OutgoingFrame | None:
-        """The next chunk as a frame for `connection`, or None."""
-        order = self._take(connection)
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk of the cut in force; 0 before there is one."""
+        return 0 if self._machine.grid is None else self._machine.grid.chunk_bytes
+
+    def has_overdue(self, connection: int, overdue_s: float) -> bool:
+        """Whether `pull` would take over a chunk that another connection does not get through."""
+        with self._lock:
+            return self._machine.has_overdue(connection, overdue_s, self._clock.now_s())
+
+    def pull(self, connection: int, codec: ChunkCodec, overdue_s: float = math.inf) -> OutgoingFrame | None:
+        """The next chunk as a frame for `connection`, or None. `overdue_s`: see `events.Pull`."""
+        order = self._take(connection, overdue_s)
         if order is None:
             return None
         encoded: _Encoded | None = None
@@ -259,7 +271,8 @@ class PushedTransfer:
             self._resolve()
         if encoded is None:
             return None
-        self._observer.chunk_sent(order.chunk.nbytes, encoded.wire_bytes, encoded.codec.name.lower())
+        kind = self._tensor(order.chunk).kind
+        self._observer.chunk_sent(order.chunk.nbytes, encoded.wire_bytes, encoded.codec.name.lower(), kind)
         return encoded.frame
 
     def frame_sent(self, frame: OutgoingFrame) -> None:
@@ -326,6 +339,8 @@ class PushedTransfer:
                     self._link.chunks_ready()
                 case Resent(chunk, reason):
                     self._settle_resent(chunk, reason)
+                case Confirmed(chunk):
+                    self._settle_confirmed(chunk)
                 case Ended():
                     self._end()
                 case SendChunk():
@@ -338,10 +353,17 @@ class PushedTransfer:
         self._link.settled(wire_bytes, 0)
         self._observer.resent(reason)
 
-    def _take(self, connection: int) -> _Order | None:
+    def _settle_confirmed(self, chunk: int) -> None:
+        grid = self._machine.grid
+        assert grid is not None
+        with self._lock:
+            wire_bytes = self._unsettled.pop(chunk, 0)
+        self._link.settled(wire_bytes, grid.chunk(chunk).nbytes)
+
+    def _take(self, connection: int, overdue_s: float) -> _Order | None:
         """The next chunk to read; the caller is a reader of the offered bytes from now on."""
         with self._lock:
-            effects = self._machine.handle(Pull(connection), self._clock.now_s())
+            effects = self._machine.handle(Pull(connection, overdue_s), self._clock.now_s())
             send = next((e for e in effects if isinstance(e, SendChunk)), None)
             order: _Order | None = None
             if send is not None:
@@ -355,8 +377,7 @@ class PushedTransfer:
 
     def _encode(self, order: _Order, codec: ChunkCodec) -> _Encoded:
         chunk, raw = order.chunk, order.raw
-        tensor = self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
-        item_bytes = DTYPE_BYTES[tensor.dtype]
+        item_bytes = DTYPE_BYTES[self._tensor(chunk).dtype]
         used, wire = codec.encode(self._link.codec_for(raw, item_bytes, codec), raw, item_bytes)
         header = FrameHeader(
             FrameType.CHUNK,
@@ -371,6 +392,9 @@ class PushedTransfer:
             order.attempt,
         )
         return _Encoded(OutgoingFrame(header.pack(), memoryview(wire)), len(wire), used)
+
+    def _tensor(self, chunk: Chunk) -> TensorLayout:
+        return self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
 
     def _account(self, order: _Order, encoded: _Encoded, connection: int) -> None:
         chunk = order.chunk

@@ -70,8 +70,11 @@ class TransferReceiver(Protocol):
 
     async def close(self) -> None: ...
 
-    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float) -> ExpectedTransfer:
-        """Announce a transfer. An OPEN that came earlier is held for it and served now."""
+    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float, source: str = "") -> ExpectedTransfer:
+        """Announce a transfer. An OPEN that came earlier is held for it and served now.
+
+        `source` is where the sender lets this side in, when this side dials; empty when the sender dials.
+        """
         ...
 
     def held_transfers(self) -> int:
@@ -113,5 +116,8 @@ class TransferSender(Protocol):
     def begin(
         self, ticket: Ticket, token: str, address: str, manifest: Manifest, *, timeout_s: float
     ) -> OutgoingTransfer:
-        """Open a transfer to the decode worker at `address`. `token` is the signed ticket as received."""
+        """Open a transfer to the decode worker at `address` (ignored when decode workers dial).
+
+        `token` is the signed ticket as received.
+        """
         ...

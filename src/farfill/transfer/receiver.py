@@ -11,6 +11,7 @@ import contextlib
 import ssl
 import uuid
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
 
@@ -23,12 +24,15 @@ from farfill.core.errors import FarfillError, IncompatiblePeerError, TicketError
 from farfill.core.layout import KVLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
+from farfill.topology.connections import FEW
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
+from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.events import Ended
 from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
 from farfill.transfer.observer import SilentObserver, TransferObserver
 from farfill.transfer.protocol import ExpectedTransfer
+from farfill.transfer.reach import Reach
 from farfill.transfer.tickets import TicketVerifier, check_ticket
 from farfill.transport.protocol import Transport
 from farfill.transport.tcp import TlsTcpTransport
@@ -82,11 +86,14 @@ class _EndedRecord:
 
 
 class KVReceiver:
-    """Implements `TransferReceiver`. `transport` replaces TCP (tests, other fabrics)."""
+    """Implements `TransferReceiver`. `transport` replaces TCP (tests, other fabrics).
+
+    Without `listen` it dials: `expect` is given the address where the sender lets it in.
+    """
 
     def __init__(  # noqa: PLR0917 (a composition root calls it once)
         self,
-        listen: str,
+        listen: str | None,
         identity_name: str,
         fingerprint: str,
         layout: KVLayout,
@@ -97,8 +104,13 @@ class KVReceiver:
         observer: TransferObserver | None = None,
         *,
         transport: Transport | None = None,
+        client_ctx: ssl.SSLContext | None = None,
     ) -> None:
         self.me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
+        self.allowed_peers: Sequence[str] = config.allowed_peers
+        chunk_bytes = min(config.chunk_size_mb, config.receive_budget_mb // 4) * _MIB
+        self.budget = ReceiveBudget(config.receive_budget_mb * _MIB, chunk_bytes)
+        self._chunk_limit_bytes = chunk_bytes
         self._layout = layout
         self._verifier = verifier
         self._config = config
@@ -110,14 +122,19 @@ class KVReceiver:
         self._failed_early: dict[bytes, _FailedEarly] = {}
         self._ended: OrderedDict[bytes, _EndedRecord] = OrderedDict()
         self._ticker: asyncio.Task[None] | None = None
-        self._acceptor = Acceptor(
-            listen,
-            transport or TlsTcpTransport(server=server_ctx),
-            self,
-            liveness=liveness_of(config),
-            clock=clock,
-            observer=self._observer,
+        self._transport = transport = transport or TlsTcpTransport(
+            server=server_ctx,
+            client=client_ctx,
+            sealed=config.encryption == "sealed",
+            choose_congestion=config.congestion == "auto",
         )
+        self._acceptor = Acceptor(
+            listen, transport, self, liveness=liveness_of(config), clock=clock, observer=self._observer
+        )
+        self._reach: Reach | None = None
+        if listen is None:
+            connections = FEW if config.connections == "auto" else config.connections
+            self._reach = Reach(self._acceptor, transport, connections, self.expects)
 
     @property
     def address(self) -> str:
@@ -135,6 +152,8 @@ class KVReceiver:
             expected = list(self._expected.values())
         for transfer in expected:
             transfer.fail(FallbackReason.LINK_LOST, "the decode worker is shutting down")
+        if self._reach is not None:
+            await self._reach.close()
         await self._acceptor.close()
         if self._ticker is not None:
             self._ticker.cancel()
@@ -142,7 +161,7 @@ class KVReceiver:
                 await self._ticker
             self._ticker = None
 
-    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float) -> ExpectedTransfer:
+    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float, source: str = "") -> ExpectedTransfer:
         """See `TransferReceiver`. Raises TicketError for a used ticket, TransferError for a slot of another size."""
         if slot.manifest.num_tokens != ticket.num_tokens:
             raise TransferError(
@@ -155,7 +174,7 @@ class KVReceiver:
             slot,
             ReceiveOptions(
                 limits=limits_of(self._config, timeout_s),
-                chunk_limit_bytes=self._config.chunk_size_mb * _MIB,
+                chunk_limit_bytes=self._chunk_limit_bytes,
                 checksum=self._config.checksum,
             ),
             self,
@@ -168,12 +187,24 @@ class KVReceiver:
             self._expected[transfer.key] = transfer
             parked = self._parked.pop(transfer.key, None)
             failed = self._failed_early.pop(transfer.key, None)
+        if source and self._reach is not None:
+            self._reach.towards(source, ticket.prefill)
         transfer.begin()
         if failed is not None and failed.peer == ticket.prefill:
             transfer.peer_failed(fallback_reason(failed.payload.reason), failed.payload.detail)
         if parked is not None:
             self._serve_parked(transfer, parked)
         return transfer
+
+    def use_contexts(self, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+        """Certificates and CAs for connections to come; standing ones, and what moves on them, are left alone."""
+        if isinstance(self._transport, TlsTcpTransport):
+            self._transport.replace_contexts(server=server, client=client)
+
+    def expects(self, peer: str) -> bool:
+        """Whether anything is expected from that sender."""
+        with self._lock:
+            return any(transfer.ticket.prefill == peer for transfer in self._expected.values())
 
     def held_transfers(self) -> int:
         """See `TransferReceiver`."""
@@ -349,6 +380,8 @@ class KVReceiver:
             expected = list(self._expected.values())
         for transfer in expected:
             transfer.tick()
+        if self._reach is not None:
+            self._reach.tick()
         self._forget()
 
     def _forget(self) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import ssl
 import uuid
+from threading import Lock
 
 import structlog
 
@@ -15,8 +16,9 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TransferError
 from farfill.core.ticket import Ticket
 from farfill.kv.manifest import Manifest
+from farfill.transfer.door import Door, ServedSession
 from farfill.transfer.grid import propose_chunk_bytes
-from farfill.transfer.limits import limits_of
+from farfill.transfer.limits import known_reason, limits_of, liveness_of
 from farfill.transfer.link import PeerLink
 from farfill.transfer.observer import SilentObserver, TransferObserver
 from farfill.transfer.outgoing import PushedTransfer, SendOptions
@@ -24,6 +26,8 @@ from farfill.transfer.protocol import OutgoingTransfer
 from farfill.transfer.waiting import until
 from farfill.transport.protocol import Transport
 from farfill.transport.tcp import TlsTcpTransport
+from farfill.transport.tls import PeerIdentity
+from farfill.transport.waker import Waker
 from farfill.wire.control import PROTOCOL_VERSION
 from farfill.wire.frames import HelloPayload
 
@@ -37,7 +41,10 @@ _log = structlog.get_logger(__name__)
 
 
 class KVSender:
-    """Implements `TransferSender`. `transport` replaces TCP (tests, other fabrics)."""
+    """Implements `TransferSender`. `transport` replaces TCP (tests, other fabrics).
+
+    With `listen` it does not dial: decode workers connect there, and `begin` is given no address.
+    """
 
     def __init__(  # noqa: PLR0917 (a composition root calls it once)
         self,
@@ -49,19 +56,39 @@ class KVSender:
         observer: TransferObserver | None = None,
         *,
         transport: Transport | None = None,
+        listen: str | None = None,
+        server_ctx: ssl.SSLContext | None = None,
     ) -> None:
         self._me = HelloPayload(PROTOCOL_VERSION, fingerprint, identity_name, uuid.uuid4().hex)
-        self._transport = transport or TlsTcpTransport(client=client_ctx)
+        self._transport = transport or TlsTcpTransport(
+            client=client_ctx,
+            server=server_ctx,
+            sealed=config.encryption == "sealed",
+            choose_congestion=config.congestion == "auto",
+        )
         self._config = config
         self._clock = clock
         self._observer = observer or SilentObserver()
+        self._lock = Lock()
         self._links: dict[tuple[str, str], PeerLink] = {}
         self._retired: list[PeerLink] = []
         self._ticker: asyncio.Task[None] | None = None
         self._closed = False
+        self._door: Door | None = None
+        if listen is not None:
+            self._door = Door(
+                listen, self._transport, self._adopt, self._turned_away, liveness=liveness_of(config), clock=clock
+            )
+
+    @property
+    def address(self) -> str:
+        """host:port where it lets decode workers in; empty when it dials."""
+        return self._door.address if self._door is not None else ""
 
     async def start(self) -> None:
-        """See `TransferSender`."""
+        """See `TransferSender`. Raises TransportError when the address cannot be bound."""
+        if self._door is not None:
+            self._door.start()
         self._ticker = asyncio.create_task(self._tick(), name="farfill-kv-send-tick")
 
     async def close(self) -> None:
@@ -72,6 +99,8 @@ class KVSender:
             link.fail_all(FallbackReason.PREFILL_LOST, "the prefill worker is shutting down")
         for link in links:
             link.stop()
+        if self._door is not None:
+            await self._door.close()
         if not await until(lambda: not any(link.alive for link in links), LAST_WORDS_S):
             for link in links:
                 link.abort()
@@ -91,13 +120,13 @@ class KVSender:
         """
         if self._closed:
             raise TransferError("the sender is closed", reason=str(FallbackReason.PREFILL_LOST), side="prefill")
-        link = self._link(address, ticket.decode)
+        link = self._link("" if self._door is not None else address, ticket.decode)
         config = self._config
         options = SendOptions(
             limits=limits_of(config, timeout_s),
             chunk_bytes=propose_chunk_bytes(
                 manifest.total_bytes,
-                config.connections,
+                link.connections,
                 config.chunk_size_mb * _MIB,
                 link.estimate.rate_bytes_per_s,
             ),
@@ -109,6 +138,11 @@ class KVSender:
         link.add(transfer)
         return transfer
 
+    def use_contexts(self, server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+        """Certificates and CAs for connections to come; standing ones, and what moves on them, are left alone."""
+        if isinstance(self._transport, TlsTcpTransport):
+            self._transport.replace_contexts(server=server, client=client)
+
     def active_transfers(self) -> int:
         """Transfers not ended; 0 when idle."""
         return sum(link.active for link in self._links.values())
@@ -119,7 +153,9 @@ class KVSender:
 
     def _link(self, address: str, peer_name: str) -> PeerLink:
         key = (address, peer_name)
-        if key not in self._links:
+        with self._lock:
+            if key in self._links:
+                return self._links[key]
             link = PeerLink(
                 address,
                 peer_name,
@@ -130,8 +166,15 @@ class KVSender:
                 observer=self._observer,
             )
             self._links[key] = link
-            link.start()
-        return self._links[key]
+        link.start()
+        return link
+
+    def _adopt(self, peer: PeerIdentity, remote: str, waker: Waker) -> ServedSession:
+        return self._link("", peer.name).adopt(peer, waker)
+
+    def _turned_away(self, peer: str | None, remote: str, reason: str, detail: str) -> None:
+        self._observer.refused(known_reason(reason))
+        _log.warning("transfer_connection_refused", peer=peer, remote=remote, reason=reason, detail=detail)
 
     async def _tick(self) -> None:
         while True:
@@ -145,7 +188,8 @@ class KVSender:
         for key, link in list(self._links.items()):
             link.tick()
             if link.unused_s() > UNUSED_LINK_S:  # the peer left for good; should it come back, so does the link
-                del self._links[key]
+                with self._lock:
+                    del self._links[key]
                 self._retired.append(link)
                 link.stop()
         self._retired = [link for link in self._retired if link.alive]

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.transfer.limits import Liveness
 from farfill.transport.errors import TransportTimeoutError
-from farfill.transport.protocol import OutgoingFrame
+from farfill.transport.protocol import OutgoingFrame, PathSample
 from farfill.transport.waker import Waker
 from farfill.wire.frames import FrameHeader, FrameType, HelloPayload, Payload, ReasonPayload, encode_frame
 
 _MICROSECONDS = 1_000_000
 # A peer that makes us answer without reading the answers is no peer.
 MAX_QUEUED_CONTROL = 65_536
+SAMPLE_S = 0.1
+# Nothing confirmed for so long although something is on its way: the connection is given up.
+STALLED_MIN_S = 1.2
+STALLED_ROUND_TRIPS = 10
 
 
 class PeerSession:
@@ -31,6 +36,7 @@ class PeerSession:
         self._opened_s = now_s
         self._heard_s = now_s
         self._sent_s = now_s
+        self._sampled_s = float("-inf")
 
     def send(self, header: FrameHeader, payload: Payload | None = None) -> None:
         """Queue a control frame before anything else this connection sends."""
@@ -78,16 +84,36 @@ class PeerSession:
             return max(0.0, now_s - header.offset / _MICROSECONDS)
         raise ProtocolError(f"{header.type.name} does not belong here", reason="bad_frame")
 
-    def tick(self, now_s: float) -> float:
+    @property
+    def busy(self) -> bool:
+        """Whether this end has bytes on their way."""
+        return False
+
+    def sampled(self, path: PathSample) -> None:
+        """What the kernel measured; called now and then."""
+
+    def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
         """Deadlines of the connection itself. Raises TransportTimeoutError when the peer is silent."""
         if not self.welcomed:
             left_s = self._opened_s + self._liveness.handshake_s - now_s
             if left_s <= 0 and not self.finishing:
                 raise TransportTimeoutError("no HELLO in time", reason="handshake_timeout")
             return left_s
+        self._look_at_path(now_s, path)
         if now_s - self._heard_s >= self._liveness.dead_s:
             raise TransportTimeoutError(f"nothing heard for {now_s - self._heard_s:.1f} s")
         if now_s - self._sent_s >= self._liveness.ping_s:
             self._sent_s = now_s
             self.send(FrameHeader(FrameType.PING, offset=max(0, int(now_s * _MICROSECONDS))))
-        return self._liveness.ping_s - (now_s - self._sent_s)
+        return min(self._liveness.ping_s - (now_s - self._sent_s), SAMPLE_S if self.busy else self._liveness.ping_s)
+
+    def _look_at_path(self, now_s: float, path: Callable[[], PathSample | None]) -> None:
+        """Raises TransportTimeoutError when the other host confirms nothing, long before TCP gives up."""
+        if now_s - self._sampled_s < SAMPLE_S:
+            return
+        self._sampled_s = now_s
+        sample = path()
+        if sample is not None:
+            self.sampled(sample)
+            if sample.silent_s > max(STALLED_MIN_S, STALLED_ROUND_TRIPS * sample.rtt_s):
+                raise TransportTimeoutError(f"the peer's host confirmed nothing for {sample.silent_s:.1f} s")

@@ -45,8 +45,12 @@ class Connection:
     def run(self) -> None:
         """Until either side ends it. Errors go to `session.closed`, never out of here."""
         error: Exception | None = None
+        at_once = True
         try:
             self._loop()
+            at_once = False
+        except (ProtocolError, IncompatiblePeerError) as failed:
+            error, at_once = failed, False
         except (FarfillError, OSError) as failed:
             error = failed
         except Exception as failed:
@@ -57,7 +61,8 @@ class Connection:
                 self._sink.abandon()
             self._session.closed(error)
         finally:
-            self._channel.close()
+            # Bytes of a broken connection must not arrive late: their chunks travel elsewhere.
+            self._channel.close(at_once=at_once)
 
     def _loop(self) -> None:
         poll = select.poll()
@@ -68,7 +73,7 @@ class Connection:
             self._waker.clear()
             if self._waker.stopped:
                 raise TransportInterruptedError("closed from this side")
-            wait_s = min(self._session.tick(self._clock.now_s()), MAX_WAIT_S)
+            wait_s = min(self._session.tick(self._clock.now_s(), self._channel.path), MAX_WAIT_S)
             moved = self._write()
             if self._session.finishing:
                 self._wind_down()
@@ -106,6 +111,8 @@ class Connection:
             if self._out_position == self._out.size:
                 frame, self._out = self._out, None
                 self._session.frame_sent(frame, self._clock.now_s())
+        if not self._channel.flush():
+            self._write_blocked = True
         return moved > 0
 
     def _read(self) -> bool:
@@ -150,7 +157,7 @@ class Connection:
         """
         deadline_s = time.monotonic() + WIND_DOWN_S
         try:
-            while self._write() or self._out is not None:
+            while self._write() or self._out is not None or self._write_blocked:
                 if self._write_blocked:
                     self._waker.wait_for(self._channel.fileno(), select.POLLOUT, deadline_s)
             self._channel.finish_sending()

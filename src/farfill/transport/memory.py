@@ -12,7 +12,7 @@ from collections import deque
 from threading import Lock
 
 from farfill.transport.errors import TransportError, TransportInterruptedError
-from farfill.transport.protocol import Channel, Listener, PendingChannel
+from farfill.transport.protocol import Channel, Listener, PathSample, PendingChannel
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 
@@ -55,7 +55,7 @@ class MemoryTransport:
         self._network._add(address, listener)
         return listener
 
-    def dial(self, address: str, *, timeout_s: float, interrupt: Waker) -> Channel:
+    def dial(self, address: str, *, timeout_s: float, interrupt: Waker, connect_s: float | None = None) -> Channel:
         listener = self._network._find(address)
         if listener is None:
             raise TransportError(f"nobody listens on {address}", reason="unreachable")
@@ -124,6 +124,9 @@ class _MemoryChannel:
         except OSError as error:
             raise TransportError(str(error)) from error
 
+    def flush(self) -> bool:
+        return True
+
     def recv_into(self, data: memoryview) -> int | None:
         try:
             return self._sock.recv_into(data)
@@ -136,5 +139,8 @@ class _MemoryChannel:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
-    def close(self) -> None:
+    def path(self) -> PathSample | None:
+        return None
+
+    def close(self, *, at_once: bool = False) -> None:
         self._sock.close()

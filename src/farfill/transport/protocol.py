@@ -8,6 +8,7 @@ next frame is asked for only when the channel can take it, so queues stay with w
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from threading import Lock
 from typing import Protocol
 
@@ -20,8 +21,24 @@ from farfill.wire.frames import FrameHeader
 Receive = Callable[[memoryview], int | None]
 
 
+@dataclass(frozen=True, slots=True)
+class PathSample:
+    """What the kernel measured on one connection. Counters run from its beginning.
+
+    `silent_s`: how long the other host has confirmed nothing although something is on its way; a host that is alive
+    but reads slowly confirms. `delivery_bytes_per_s`: the latest rate of arrival there.
+    """
+
+    rtt_s: float
+    segments_sent: int
+    segments_resent: int
+    delivery_bytes_per_s: float
+    silent_s: float
+    congestion: str
+
+
 class Channel(Protocol):
-    """One authenticated duplex byte pipe, used by one thread (`abort` by any)."""
+    """One authenticated duplex byte pipe, used by one thread."""
 
     @property
     def peer(self) -> PeerIdentity: ...
@@ -37,13 +54,23 @@ class Channel(Protocol):
         """Bytes taken; 0 when it would block, and then the same bytes must be offered again first."""
         ...
 
+    def flush(self) -> bool:
+        """Push what `send` took but kept; whether nothing is left. To be called before waiting."""
+        ...
+
     def recv_into(self, data: memoryview) -> int | None: ...
 
     def finish_sending(self) -> None:
         """The other side reads the end of the stream after what was sent."""
         ...
 
-    def close(self) -> None: ...
+    def path(self) -> PathSample | None:
+        """What is known of the path; None where there is none."""
+        ...
+
+    def close(self, *, at_once: bool = False) -> None:
+        """`at_once`: what was sent but has not left this host is dropped."""
+        ...
 
 
 class PendingChannel(Protocol):
@@ -81,8 +108,8 @@ class Transport(Protocol):
 
     def listen(self, address: str) -> Listener: ...
 
-    def dial(self, address: str, *, timeout_s: float, interrupt: Waker) -> Channel:
-        """Connect and authenticate within `timeout_s`. Raises TransportError."""
+    def dial(self, address: str, *, timeout_s: float, interrupt: Waker, connect_s: float | None = None) -> Channel:
+        """Connect (within `connect_s`, if given) and authenticate within `timeout_s`. Raises TransportError."""
         ...
 
 
@@ -154,8 +181,8 @@ class Session(Protocol):
         """A CHUNK begins to arrive."""
         ...
 
-    def tick(self, now_s: float) -> float:
-        """Check deadlines; the longest wait, in seconds, until the next call."""
+    def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
+        """Check deadlines; the longest wait, in seconds, until the next call. `path` asks the channel."""
         ...
 
     @property

@@ -1,8 +1,6 @@
-"""The TCP transport: TLS 1.3, mutual, over non-blocking sockets.
+"""The TCP transport: TLS 1.3, mutual, over non-blocking sockets; sealed records after it where both ends ask for them.
 
-An ssl object must not be used by two threads at once, so a connection reads and writes on its one
-thread, without blocking, and waits in `poll`. Socket buffers are left to the kernel, which tunes them to the
-path; unsent data in the kernel is kept small, so that a failure or a small transfer overtakes bulk bytes.
+Unsent data in the kernel is kept small (`tcp_path`), so that a failure or a small transfer overtakes bulk bytes.
 """
 
 from __future__ import annotations
@@ -14,36 +12,49 @@ import socket
 import ssl
 import time
 
-from farfill.transport.errors import IdentityError, TransportError, TransportInterruptedError
+from farfill.transport.errors import TransportError, TransportInterruptedError
+from farfill.transport.handshake import Handshaker
 from farfill.transport.protocol import Channel, Listener, PendingChannel
-from farfill.transport.tls import PeerIdentity, peer_identity
 from farfill.transport.waker import Waker
 
 BACKLOG = 256
-UNSENT_LOW_WATER_BYTES = 512 * 1024
-LINGER_S = 1.0
 
 
 class TlsTcpTransport:
-    """Give it a server context to listen, a client context to dial."""
+    """Give it a server context to listen, a client context to dial.
 
-    def __init__(self, *, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None) -> None:
-        self._server = server
-        self._client = client
+    `sealed`: after the handshake, use sealed records (`transport.sealed`) with every peer that is set so too.
+    `choose_congestion`: use BBR where the kernel allows it.
+    """
+
+    def __init__(
+        self,
+        *,
+        server: ssl.SSLContext | None = None,
+        client: ssl.SSLContext | None = None,
+        sealed: bool = False,
+        choose_congestion: bool = True,
+    ) -> None:
+        self._handshaker = Handshaker(server, client, sealed=sealed, choose_congestion=choose_congestion)
+
+    def replace_contexts(self, *, server: ssl.SSLContext | None = None, client: ssl.SSLContext | None = None) -> None:
+        """New certificates or CAs for connections to come; standing ones, and what moves on them, are left alone."""
+        self._handshaker.replace(server or self._handshaker.server, client or self._handshaker.client)
 
     def listen(self, address: str) -> Listener:
         """Bind at once. Raises TransportError when the address cannot be bound."""
-        if self._server is None:
+        if self._handshaker.server is None:
             raise TransportError("no server certificate: this side only dials", reason="not_a_server")
-        return _TcpListener(address, self._server)
+        return _TcpListener(address, self._handshaker)
 
-    def dial(self, address: str, *, timeout_s: float, interrupt: Waker) -> Channel:
+    def dial(self, address: str, *, timeout_s: float, interrupt: Waker, connect_s: float | None = None) -> Channel:
         """Connect, then prove both identities. Raises TransportError (IdentityError when proof fails)."""
-        if self._client is None:
+        if self._handshaker.client is None:
             raise TransportError("no client certificate: this side only listens", reason="not_a_client")
-        deadline_s = time.monotonic() + timeout_s
-        sock = _connect(address, deadline_s, interrupt)
-        return _handshake(sock, self._client, deadline_s, interrupt, server_side=False)
+        now_s = time.monotonic()
+        deadline_s = now_s + timeout_s
+        sock = _connect(address, min(deadline_s, now_s + (connect_s or timeout_s)), interrupt)
+        return self._handshaker.handshake(sock, deadline_s, interrupt, server_side=False)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -58,9 +69,9 @@ def join_address(host: str, port: int) -> str:
 
 
 class _TcpListener:
-    def __init__(self, address: str, context: ssl.SSLContext) -> None:
+    def __init__(self, address: str, handshaker: Handshaker) -> None:
         host, port = split_address(address)
-        self._context = context
+        self._handshaker = handshaker
         try:
             family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
             self._sock = socket.create_server((host, port), family=family, backlog=BACKLOG)
@@ -81,7 +92,7 @@ class _TcpListener:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     raise TransportError(f"cannot accept: {error}", reason="out_of_descriptors") from error
                 continue  # the peer was gone before it was accepted
-            return _PendingTcp(sock, join_address(*remote[:2]), self._context)
+            return _PendingTcp(sock, join_address(*remote[:2]), self._handshaker)
         return None
 
     def close(self) -> None:
@@ -89,58 +100,14 @@ class _TcpListener:
 
 
 class _PendingTcp:
-    def __init__(self, sock: socket.socket, remote: str, context: ssl.SSLContext) -> None:
+    def __init__(self, sock: socket.socket, remote: str, handshaker: Handshaker) -> None:
         self._sock = sock
-        self._context = context
+        self._handshaker = handshaker
         self.remote = remote
 
     def handshake(self, *, timeout_s: float, interrupt: Waker) -> Channel:
-        return _handshake(self._sock, self._context, time.monotonic() + timeout_s, interrupt, server_side=True)
-
-    def close(self) -> None:
-        self._sock.close()
-
-
-class _TlsChannel:
-    def __init__(self, sock: ssl.SSLSocket, peer: PeerIdentity) -> None:
-        self._sock = sock
-        self.peer = peer
-        self.wants_write = False
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def send(self, data: memoryview) -> int:
-        try:
-            return self._sock.send(data)
-        except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            return 0
-        except ssl.SSLError as error:
-            raise _refused(error) from error
-        except OSError as error:
-            raise TransportError(str(error)) from error
-
-    def recv_into(self, data: memoryview) -> int | None:
-        try:
-            count = self._sock.recv_into(data)
-        except ssl.SSLWantReadError:
-            self.wants_write = False
-            return None
-        except ssl.SSLWantWriteError:
-            self.wants_write = True
-            return None
-        except ssl.SSLEOFError:
-            return 0
-        except ssl.SSLError as error:
-            raise _refused(error) from error
-        except OSError as error:
-            raise TransportError(str(error)) from error
-        return count
-
-    def finish_sending(self) -> None:
-        with contextlib.suppress(OSError):
-            # SSLSocket.shutdown would drop the TLS state; only the direction of the TCP stream shall end.
-            socket.socket.shutdown(self._sock, socket.SHUT_WR)
+        deadline_s = time.monotonic() + timeout_s
+        return self._handshaker.handshake(self._sock, deadline_s, interrupt, server_side=True)
 
     def close(self) -> None:
         self._sock.close()
@@ -169,65 +136,3 @@ def _connect(address: str, deadline_s: float, interrupt: Waker) -> socket.socket
             raise
         sock.close()
     raise TransportError(f"cannot connect to {error}", reason="unreachable")
-
-
-def _tune(sock: socket.socket) -> None:
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    for option, value in (
-        (getattr(socket, "TCP_NOTSENT_LOWAT", None), UNSENT_LOW_WATER_BYTES),
-        (getattr(socket, "TCP_CONGESTION", None), b"bbr"),  # loss on a WAN starves the usual default
-    ):
-        if option is not None:
-            with contextlib.suppress(OSError):  # not offered by this kernel: its default stays
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _handshake(
-    sock: socket.socket, context: ssl.SSLContext, deadline_s: float, interrupt: Waker, *, server_side: bool
-) -> Channel:
-    tls: ssl.SSLSocket | None = None
-    try:
-        sock.setblocking(False)
-        _tune(sock)
-        tls = context.wrap_socket(sock, server_side=server_side, do_handshake_on_connect=False)
-        while True:
-            try:
-                tls.do_handshake()
-                break
-            except ssl.SSLWantReadError:
-                interrupt.wait_for(tls.fileno(), select.POLLIN, deadline_s)
-            except ssl.SSLWantWriteError:
-                interrupt.wait_for(tls.fileno(), select.POLLOUT, deadline_s)
-        return _TlsChannel(tls, peer_identity(tls))
-    except ssl.SSLError as error:
-        _linger(tls or sock, interrupt)
-        raise _refused(error) from error
-    except OSError as error:
-        (tls or sock).close()
-        raise TransportError(f"handshake: {error}") from error
-    except BaseException:
-        (tls or sock).close()
-        raise
-
-
-def _linger(sock: socket.socket, interrupt: Waker) -> None:
-    """Let the peer read our alert: closing with its bytes unread would reset the connection under it."""
-    deadline_s = time.monotonic() + LINGER_S
-    scratch = bytearray(16384)
-    with contextlib.suppress(OSError, TransportError), sock:
-        socket.socket.shutdown(sock, socket.SHUT_WR)
-        while True:
-            interrupt.wait_for(sock.fileno(), select.POLLIN, deadline_s)
-            if not socket.socket.recv_into(sock, scratch):
-                return
-
-
-def _refused(error: ssl.SSLError) -> TransportError:
-    words = (error.reason or str(error) or type(error).__name__).lower().replace("_", " ")
-    if isinstance(error, ssl.SSLCertVerificationError):
-        words = error.verify_message or words
-    if isinstance(error, ssl.SSLEOFError) or "unexpected eof" in words:
-        return TransportError("the peer closed the connection in the TLS handshake")
-    if isinstance(error, ssl.SSLZeroReturnError):
-        return TransportError("the peer closed the connection")
-    return IdentityError(f"tls: {words}")

@@ -71,6 +71,7 @@ class PrefillReport(msgspec.Struct, kw_only=True):
 class DecodeCommand(msgspec.Struct, kw_only=True):
     """POST /v1/decode on a decode worker. With `ticket`, KV of the prompt is expected from far away.
 
+    `source`: where the prefill worker lets this one in, when decode workers dial.
     `allow_fallback`: prefill locally when that fails; otherwise the answer is 503.
     """
 
@@ -79,6 +80,7 @@ class DecodeCommand(msgspec.Struct, kw_only=True):
     cache_salt: str = ""
     sampling: SamplingMessage
     ticket: str = ""
+    source: str = ""
     timeout_s: float
     allow_fallback: bool = True
     traceparent: str = ""

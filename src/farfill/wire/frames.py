@@ -51,6 +51,8 @@ class FrameType(IntEnum):
     FAIL = 12  # either side: this transfer is over, with the reason
     PING = 13
     PONG = 14
+    RESUME = 15  # sender: a connection broke, which chunks do you hold? ACCEPT answers
+    CREDIT = 16  # receiver: at most `offset` bytes of yours may be unacknowledged
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,7 +172,7 @@ class DecodeService:
                 command, PromptKV(fallback=FallbackReason.KV_MEMORY, detail=str(error)), ticket.transfer_id
             )
         try:
-            expected = self.receiver.expect(ticket, slot, timeout_s=command.timeout_s)
+            expected = self.receiver.expect(ticket, slot, timeout_s=command.timeout_s, source=command.source)
             with self.pending.waiting(ticket.transfer_id, expected):
                 result = await _wait_fenced(expected)
         except BaseException:

@@ -20,7 +20,7 @@ from aiohttp import web
 from farfill.clock import Clock, WallClock
 from farfill.config.load import LoadedConfig
 from farfill.config.model import WorkerConfig
-from farfill.config.secrets import read_tls, resolve_secret
+from farfill.config.secrets import TlsMaterial, read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
@@ -31,6 +31,7 @@ from farfill.transfer.sender import KVSender
 from farfill.transfer.tickets import TicketVerifier
 from farfill.transport.tls import client_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
+from farfill.worker.certificates import CertificateWatch
 from farfill.worker.decode import DecodeService
 from farfill.worker.prefill import PrefillService
 
@@ -49,6 +50,7 @@ class _Parts:
     worker: WorkerConfig
     engine: Engine
     metrics: WorkerMetrics
+    tls: TlsMaterial
     server_tls: ssl.SSLContext
     client_tls: ssl.SSLContext
     registry_tls: ssl.SSLContext
@@ -70,6 +72,7 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         worker=worker,
         engine=engine,
         metrics=WorkerMetrics(site=worker.site, role=str(worker.role), model=config.model.name),
+        tls=tls,
         server_tls=server_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
         client_tls=client_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
         registry_tls=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
@@ -96,8 +99,12 @@ async def _load_engine(loaded: LoadedConfig) -> Engine:
 
 async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.Event) -> None:
     config, name, worker, engine = parts.loaded.config, parts.name, parts.worker, parts.engine
-    prefill = await _open_prefill(parts, stack) if worker.role is not Role.DECODE else None
+    sender = await _open_sender(parts, stack) if worker.role is not Role.DECODE else None
     receiver = await _open_receiver(parts, stack) if worker.role is not Role.PREFILL else None
+    await _follow_certificates(parts, [end for end in (sender, receiver) if end is not None], stack)
+    prefill = None
+    if sender is not None:
+        prefill = PrefillService(name, engine, sender, parts.verifier, parts.metrics)
     decode = None
     if receiver is not None:
         decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics)
@@ -127,7 +134,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
     await _drain(engine, receiver)
 
 
-async def _open_prefill(parts: _Parts, stack: contextlib.AsyncExitStack) -> PrefillService:
+async def _open_sender(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVSender:
     sender = KVSender(
         parts.name,
         parts.engine.info.fingerprint,
@@ -135,16 +142,17 @@ async def _open_prefill(parts: _Parts, stack: contextlib.AsyncExitStack) -> Pref
         parts.loaded.config.kv_transfer,
         parts.clock,
         parts.metrics,
+        listen=parts.worker.transfer_listen if _dials(parts) == "receiver" else None,
+        server_ctx=parts.server_tls,
     )
     await sender.start()
     stack.push_async_callback(sender.close)
-    return PrefillService(parts.name, parts.engine, sender, parts.verifier, parts.metrics)
+    return sender
 
 
 async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVReceiver:
-    assert parts.worker.transfer_listen is not None, "checked by the config model"
     receiver = KVReceiver(
-        parts.worker.transfer_listen,
+        parts.worker.transfer_listen if _dials(parts) == "sender" else None,
         parts.name,
         parts.engine.info.fingerprint,
         parts.engine.info.layout,
@@ -153,10 +161,33 @@ async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVR
         parts.loaded.config.kv_transfer,
         parts.clock,
         parts.metrics,
+        client_ctx=parts.client_tls,
     )
     await receiver.start()
     stack.push_async_callback(receiver.close)
     return receiver
+
+
+async def _follow_certificates(
+    parts: _Parts, ends: list[KVSender | KVReceiver], stack: contextlib.AsyncExitStack
+) -> None:
+    def use(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+        for end in ends:
+            end.use_contexts(server, client)
+
+    watch = CertificateWatch(parts.tls, functools.partial(read_tls, parts.loaded, parts.name), use)
+    task = asyncio.create_task(watch.run(), name="farfill-certificates")
+    stack.push_async_callback(_cancel, task)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+def _dials(parts: _Parts) -> str:
+    return parts.loaded.config.kv_transfer.dial
 
 
 def _instance(parts: _Parts) -> Instance:

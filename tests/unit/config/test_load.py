@@ -100,6 +100,11 @@ def test_bad_value_is_refused_with_a_fix(cluster_file: Path, section: str, expec
         ),
         ("127.0.0.1:7501", "127.0.0.1:8000", "12: workers.decode-near.listen: same address as gateway.listen"),
         ("    transfer_listen: 127.0.0.1:7502\n", "", "9: workers.decode-near: a decode worker needs transfer_listen"),
+        (
+            "    listen: 127.0.0.1:7601\n",
+            "    listen: 127.0.0.1:7601\n    transfer_listen: 127.0.0.1:7602\n",
+            "18: workers.prefill-far.transfer_listen: a prefill worker dials KV connections and accepts none",
+        ),
         ("ca: file:pki/ca.pem", "ca: vault:x", "19: tls.ca: vault: references are not supported yet"),
         ("ca: file:pki/ca.pem", "ca: secret", "19: tls.ca: expected a reference to a secret, never its value"),
         ("cert: file:pki/{name}.pem", "cert: file:pki/x.pem", "20: tls.cert: names one file for all roles"),
@@ -176,3 +181,18 @@ def test_model_folder_is_checked_separately(cluster_file: Path):
     (loaded.model_dir / "tokenizer.json").touch()
     (loaded.model_dir / "model.safetensors").touch()
     check_model_files(loaded)
+
+
+def test_side_that_does_not_dial_needs_an_address_for_kv(cluster_file: Path):
+    text = cluster_file.read_text() + "kv_transfer: {dial: receiver}\n"
+    assert [line.split(": ", 1)[1] for line in complaints(cluster_file, text)] == [
+        "workers.decode-near.transfer_listen: a decode worker dials KV connections and accepts none"
+        " (kv_transfer.dial: receiver); remove it",
+        "workers.prefill-far: a prefill worker needs transfer_listen, the address for KV connections;"
+        " add transfer_listen: host:port",
+    ]
+    swapped = text.replace("    transfer_listen: 127.0.0.1:7502\n", "").replace(
+        "    listen: 127.0.0.1:7601\n", "    listen: 127.0.0.1:7601\n    transfer_listen: 127.0.0.1:7602\n"
+    )
+    cluster_file.write_text(swapped)
+    assert load_config(cluster_file).config.workers["prefill-far"].transfer_listen == "127.0.0.1:7602"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from farfill.kv.codec import Codec, CodecSample
 from farfill.transfer.adapt import SAMPLE_EVERY_S, CodecChooser
 
@@ -58,3 +61,26 @@ def test_window_with_two_codecs_counts_for_neither() -> None:
     chooser.sent(Codec.ZSTD, now_s + 0.001)
     chooser.confirmed(MIB, now_s + 0.01, still_busy=False)
     assert chooser.choose(100 * MIB) is Codec.ZSTD, "nothing was learned"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    link=st.floats(1, 2000),
+    ratio=st.floats(0.9, 4),
+    promised=st.floats(1, 3000),
+    real=st.floats(1, 3000),
+)
+def test_auto_settles_for_what_was_faster_whatever_the_samples_promised(
+    link: float, ratio: float, promised: float, real: float
+) -> None:
+    """MB/s of raw bytes. Plain moves `link`; the codec really moves the least of link × ratio and `real`."""
+    chooser = CodecChooser(lanes=1)
+    assert chooser.wants_sample(0.0)
+    chooser.sampled({Codec.ZSTD: CodecSample(ratio, promised * MIB, promised * MIB)})
+    rates = {Codec.NONE: link, Codec.ZSTD: min(link * ratio, real)}
+    now_s, chosen = 0.0, Codec.NONE
+    for _ in range(12):
+        chosen = chooser.choose(link * MIB)
+        now_s = busy(chooser, chosen, rates[chosen] * MIB, now_s)
+    assert chooser.choose(link * MIB) is chosen, "it keeps changing its mind"
+    assert rates[chosen] >= rates[Codec.NONE] * 0.999

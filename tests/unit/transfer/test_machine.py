@@ -16,6 +16,7 @@ from farfill.transfer.events import (
     ChunkBegun,
     ChunkLanded,
     ChunksReady,
+    Confirmed,
     ConnectionLost,
     Control,
     ControlSent,
@@ -33,6 +34,7 @@ from farfill.transfer.events import (
     PeerFailed,
     Pull,
     Resent,
+    Resumed,
     RevokeClaim,
     SendChunk,
     SendComplete,
@@ -42,11 +44,12 @@ from farfill.transfer.events import (
     TransferLimits,
     WriteChunk,
 )
-from farfill.transfer.machine import ReceiverMachine, SenderMachine
+from farfill.transfer.receiver_machine import ReceiverMachine
+from farfill.transfer.sender_machine import SenderMachine
 
 LAYOUT = KVLayout((TensorLayout(0, "k", TensorKind.FULL, "float32", (256, 128)),), prefill_chunk_tokens=1)
 MANIFEST = build_manifest(LAYOUT, 3)
-LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, retry=2, keepalive_s=0.5)
+LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, open_grace_s=0.5, retry=2, keepalive_s=0.5)
 CHUNK = 128 * 1024
 NONE_HELD = b"\0"
 
@@ -97,15 +100,21 @@ class TestSender:
             FallbackReason.PROTOCOL, "piece 3 is not in the manifest"
         )
 
-    def test_lost_connection_costs_only_what_it_carried(self) -> None:
+    def test_lost_connection_costs_only_what_it_carried_and_did_not_arrive(self) -> None:
         machine = sending()
         for connection in (0, 1, 0):
             machine.handle(Pull(connection), 0.0)
-        machine.handle(Acked(0), 0.0)
-        assert machine.handle(ConnectionLost(0), 0.0) == [Resent(2, "connection_lost"), ChunksReady()]
-        assert machine.handle(Pull(1), 0.0) == [SendChunk(2, 1)]
+        assert machine.handle(ConnectionLost(0), 0.0) == [SendControl(Control.RESUME)]
+        assert machine.handle(Pull(1), 0.0) == [], "first the receiver says what it holds"
+        assert machine.handle(Accepted(CHUNK, b"\x01"), 0.1) == [
+            Confirmed(0),
+            Resent(2, "connection_lost"),
+            ChunksReady(),
+        ]
+        assert machine.handle(Pull(1), 0.1) == [SendChunk(2, 1)]
+        assert machine.inflight == 2
 
-    def test_lost_connection_repeats_open_and_finish_if_unanswered(self) -> None:
+    def test_lost_connection_repeats_what_was_not_answered(self) -> None:
         machine = SenderMachine(MANIFEST, LIMITS, 0.0)
         machine.begin()
         machine.handle(ControlSent(Control.OPEN, 1), 0.0)
@@ -115,6 +124,54 @@ class TestSender:
         machine.handle(ControlSent(Control.OPEN, 1), 0.0)
         machine.handle(ControlSent(Control.FINISH, 1), 0.0)
         assert machine.handle(ConnectionLost(1), 0.0) == [SendControl(Control.FINISH)]
+        machine.handle(Pull(0), 0.0)
+        assert machine.handle(ConnectionLost(0), 0.0) == [SendControl(Control.RESUME)]
+        machine.handle(ControlSent(Control.RESUME, 2), 0.0)
+        assert machine.handle(ConnectionLost(2), 0.0) == [SendControl(Control.RESUME)]
+        machine.handle(ControlSent(Control.RESUME, 3), 0.0)
+        machine.handle(Accepted(CHUNK, NONE_HELD), 0.0)
+        assert machine.handle(ConnectionLost(3), 0.0) == []
+
+    def test_finish_waits_until_doubtful_chunks_are_settled(self) -> None:
+        machine = sending()
+        for _ in range(3):
+            machine.handle(Pull(0), 0.0)
+        machine.handle(ConnectionLost(0), 0.0)
+        assert machine.handle(Finished(), 0.0) == []
+        assert machine.handle(Accepted(CHUNK, b"\x07"), 0.1)[-1] == SendControl(Control.FINISH)
+
+    def test_receiver_that_never_says_what_it_holds_times_out(self) -> None:
+        machine = sending()
+        machine.handle(Pull(0), 0.0)
+        machine.handle(ConnectionLost(0), 1.0)
+        machine.handle(Tick(), 4.9)
+        assert machine.ended is None
+        machine.handle(Tick(), 5.0)
+        assert machine.ended == Ended(FallbackReason.TRANSFER_TIMEOUT, "not confirmed in 4 s")
+
+    def test_idle_connection_takes_over_what_is_stuck_on_another(self) -> None:
+        machine = sending()
+        for connection in (0, 0, 1):
+            machine.handle(Pull(connection), 0.0)
+        assert machine.handle(Pull(1, 1.0), 0.9) == []
+        assert machine.has_overdue(1, 1.0, 1.0)
+        assert not machine.has_overdue(0, 1.5, 1.0)
+        assert machine.handle(Pull(1, 1.0), 1.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
+        assert machine.handle(Pull(0, 1.0), 1.0) == [Resent(2, "overdue"), SendChunk(2, 1)], "not its own"
+        machine.handle(Accepted(CHUNK, NONE_HELD), 1.0)
+        assert machine.handle(ConnectionLost(0), 1.0) == [SendControl(Control.RESUME)]
+        assert machine.handle(Accepted(CHUNK, NONE_HELD), 1.0) == [
+            Resent(2, "connection_lost"),
+            Resent(1, "connection_lost"),
+            ChunksReady(),
+        ]
+
+    def test_chunk_is_taken_over_a_bounded_number_of_times_and_that_fails_nothing(self) -> None:
+        machine = sending((0,))
+        machine.handle(Pull(0), 0.0)
+        taken = [machine.handle(Pull(1 + turn, 1.0), 10.0 * (1 + turn)) for turn in range(10)]
+        assert sum(bool(effects) for effects in taken) == LIMITS.retry + 1
+        assert machine.ended is None
 
     def test_retry_is_bounded_and_the_reason_tells_what_failed(self) -> None:
         machine = sending((0,))
@@ -132,6 +189,7 @@ class TestSender:
         assert machine.handle(Nacked(0, 0, "checksum"), 0.0) == []
         machine.handle(Pull(0), 0.0)
         machine.handle(ConnectionLost(0), 0.0)
+        machine.handle(Accepted(CHUNK, NONE_HELD), 0.0)
         machine.handle(Pull(1), 0.0)
         assert machine.handle(Nacked(0, 0, "checksum"), 0.0) == []
 
@@ -140,6 +198,11 @@ class TestSender:
         assert machine.handle(Tick(), 3.9) == []
         machine.handle(Tick(), 4.0)
         assert machine.ended == Ended(FallbackReason.TRANSFER_TIMEOUT, "not accepted in 4 s")
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.handle(LinkDown("refused"), 0.1)
+        assert machine.handle(Tick(), 0.5) == []
+        machine.handle(Tick(), 0.6)
+        assert machine.ended == Ended(FallbackReason.LINK_LOST, "refused"), "a peer never reached is given up sooner"
         machine = sending(())
         assert machine.handle(Tick(), 100.0) == [], "prefill may take its time"
         machine.handle(LinkDown("gone"), 100.0)
@@ -243,6 +306,22 @@ class TestReceiver:
         assert machine.ended is not None
         assert machine.ended.reason is FallbackReason.LINK_LOST
 
+    def test_silence_of_a_link_that_is_cut_is_a_lost_link(self) -> None:
+        machine = receiving()
+        machine.handle(LinkDown(), 3.5)
+        machine.handle(Tick(), 4.0)
+        assert machine.ended is not None
+        assert machine.ended.reason is FallbackReason.LINK_LOST
+
+    def test_resume_is_answered_with_what_is_held(self) -> None:
+        machine = ReceiverMachine(MANIFEST, frozenset({2}), LIMITS, 1 << 20, 0.0)
+        assert machine.handle(Resumed(), 0.0) == []
+        machine.handle(Opened(CHUNK), 0.0)
+        machine.handle(ChunkBegun(0, 1), 0.0)
+        machine.handle(ChunkLanded(0, 1, None), 0.0)
+        machine.handle(ChunkBegun(1, 2), 0.0)
+        assert machine.handle(Resumed(), 0.0) == [Accept(CHUNK, frozenset({0, 2}))], "half a chunk is not held"
+
     def test_chunk_size_is_bounded_by_the_receiver(self) -> None:
         machine = ReceiverMachine(MANIFEST, frozenset(), LIMITS, 64 * 1024, 0.0)
         assert machine.handle(Opened(CHUNK), 0.0) == [Accept(64 * 1024, frozenset())]
@@ -256,6 +335,13 @@ class TestReceiver:
     def test_chunk_before_open_is_dropped(self) -> None:
         machine = ReceiverMachine(MANIFEST, frozenset(), LIMITS, 1 << 20, 0.0)
         assert machine.handle(ChunkBegun(0, 1), 0.0) == [DropChunk("not_open")]
+
+    def test_set_that_was_complete_before_begin_ends_once(self) -> None:
+        machine = ReceiverMachine(MANIFEST, frozenset({0, 1}), LIMITS, 1 << 20, 0.0)
+        machine.handle(Opened(CHUNK), 0.0)
+        machine.handle(ChunkBegun(2, 1), 0.0)
+        assert machine.handle(ChunkLanded(2, 1, None), 0.0)[-1] == Ended(FallbackReason.NONE, "")
+        assert machine.begin() == []
 
     def test_set_held_whole_needs_nothing(self) -> None:
         machine = ReceiverMachine(MANIFEST, frozenset({0, 1, 2}), LIMITS, 1 << 20, 0.0)

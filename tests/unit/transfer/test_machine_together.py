@@ -6,6 +6,7 @@ acknowledgements are the rule. Connections die at will; the sender's driver is m
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,7 @@ from farfill.transfer.events import (
     PeerCompleted,
     PeerFailed,
     Pull,
+    Resumed,
     SendChunk,
     SendComplete,
     SendControl,
@@ -49,7 +51,8 @@ from farfill.transfer.events import (
     WriteChunk,
 )
 from farfill.transfer.grid import pack_bitmap
-from farfill.transfer.machine import ReceiverMachine, SenderMachine
+from farfill.transfer.receiver_machine import ReceiverMachine
+from farfill.transfer.sender_machine import SenderMachine
 
 LAYOUT = KVLayout(
     (
@@ -59,7 +62,7 @@ LAYOUT = KVLayout(
     prefill_chunk_tokens=2,
 )
 MANIFEST = build_manifest(LAYOUT, 7)
-LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, retry=3, keepalive_s=0.5)
+LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, open_grace_s=0.5, retry=3, keepalive_s=0.5)
 CHUNK_BYTES = 128 * 1024
 CONNECTIONS = 3
 
@@ -122,7 +125,9 @@ class World:
                 self.tell_receiver(Opened(CHUNK_BYTES))
             case Control.KEEPALIVE:
                 self.tell_receiver(Heard())
-            case Control.FINISH:
+            case Control.RESUME if self.receiver.ended is None:
+                self.tell_receiver(Resumed())
+            case Control.RESUME | Control.FINISH:
                 if self.receiver.ended is not None:
                     self.down.append(SendComplete() if self.complete else SendFail(*self.outcome))
             case SendFail(reason, detail):
@@ -220,7 +225,7 @@ class World:
 
 ACTIONS = st.one_of(
     st.tuples(st.just("offer"), st.integers(0, len(MANIFEST.pieces) - 1)),
-    st.tuples(st.just("pull"), st.integers(0, CONNECTIONS - 1)),
+    st.tuples(st.just("pull"), st.integers(0, CONNECTIONS - 1), st.sampled_from([math.inf, 0.4, 0.0])),
     st.tuples(st.just("up"), st.integers(0, 30), st.sampled_from(["take", "keep", "corrupt", "cut"])),
     st.tuples(st.just("down"), st.integers(0, 30), st.sampled_from(["take", "keep", "drop"])),
     st.tuples(st.just("lose"), st.integers(0, CONNECTIONS - 1)),
@@ -234,8 +239,8 @@ def act(world: World, action: tuple[Any, ...]) -> None:
     match action:
         case ("offer", piece):
             world.tell_sender(Offered((piece,)))
-        case ("pull", connection):
-            world.tell_sender(Pull(connection), connection)
+        case ("pull", connection, overdue_s):
+            world.tell_sender(Pull(connection, overdue_s), connection)
         case ("up", number, how) if world.up:
             _, message = entry = world.up[number % len(world.up)]
             if how != "keep":

@@ -17,7 +17,7 @@ from farfill.core.errors import FarfillError
 from farfill.transport.connection import Connection
 from farfill.transport.errors import IdentityError, TransportError, TransportTimeoutError
 from farfill.transport.memory import MemoryNetwork
-from farfill.transport.protocol import Channel, OutgoingFrame, Receive, Transport
+from farfill.transport.protocol import Channel, OutgoingFrame, PathSample, Receive, Transport
 from farfill.transport.tcp import TlsTcpTransport, join_address, split_address
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
@@ -61,7 +61,7 @@ class Recorder:
     def chunk(self, header: FrameHeader, now_s: float) -> Collecting:
         return Collecting(self, header.wire_bytes)
 
-    def tick(self, now_s: float) -> float:
+    def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
         return 10.0
 
     def violated(self, error: FarfillError) -> None:
@@ -133,13 +133,14 @@ def connect(listening: Transport, dialling: Transport, address: str) -> tuple[Ch
     return dialled, accepted[0]
 
 
-@pytest.fixture(params=["tls", "memory"])
+@pytest.fixture(params=["tls", "sealed", "memory"])
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    if request.param == "tls":
-        pki = make_pki(tmp_path)
-        listening = TlsTcpTransport(server=pki.name("decode").server())
+    if request.param != "memory":
+        pki, sealed = make_pki(tmp_path), request.param == "sealed"
         channels = connect(
-            listening, TlsTcpTransport(client=pki.name("prefill", role="prefill").client()), "127.0.0.1:0"
+            TlsTcpTransport(server=pki.name("decode").server(), sealed=sealed),
+            TlsTcpTransport(client=pki.name("prefill", role="prefill").client(), sealed=sealed),
+            "127.0.0.1:0",
         )
     else:
         network = MemoryNetwork()

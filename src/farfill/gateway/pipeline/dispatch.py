@@ -131,7 +131,7 @@ class Dispatcher:
         claim = self.work.begin(placement.decode, 0 if placement.remote else placement.uncached_tokens)
         stream: DecodeStream | None = None
         try:
-            stream = await self.client.decode(placement.decode, self._decode_command(job, token))
+            stream = await self.client.decode(placement.decode, self._decode_command(job, token, prefill))
             start, first = await _first_tokens(stream, placement.decode)
         except BaseException:
             if stream is not None:
@@ -174,7 +174,7 @@ class Dispatcher:
         command = PrefillCommand(
             request_id=job.request_id,
             ticket=token,
-            target=placement.decode.transfer_address,
+            target="" if self._decode_dials else placement.decode.transfer_address,
             token_ids=job.prompt,
             cache_salt=job.salt,
             timeout_s=self._silence_s,
@@ -196,7 +196,7 @@ class Dispatcher:
             claim=self.work.begin(prefill, placement.uncached_tokens),
         )
 
-    def _decode_command(self, job: Job, token: str) -> DecodeCommand:
+    def _decode_command(self, job: Job, token: str, prefill: Instance | None) -> DecodeCommand:
         fields = {name: getattr(job.sampling, name) for name in SamplingMessage.__struct_fields__}
         fields["stop"] = list(job.sampling.stop)
         fields["stop_token_ids"] = list(job.sampling.stop_token_ids)
@@ -206,6 +206,7 @@ class Dispatcher:
             cache_salt=job.salt,
             sampling=SamplingMessage(**fields),
             ticket=token,
+            source=prefill.transfer_address if prefill is not None and self._decode_dials else "",
             timeout_s=self._silence_s,
             allow_fallback=self.config.routing.fallback_to_local_prefill,
             traceparent=job.traceparent,
@@ -225,6 +226,10 @@ class Dispatcher:
                 expires_unix_s=now_s + self.config.tickets.lifetime_s,
             )
         )
+
+    @property
+    def _decode_dials(self) -> bool:
+        return self.config.kv_transfer.dial == "receiver"
 
     @property
     def _silence_s(self) -> float:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Protocol
 
 from farfill.core.cluster import FallbackReason
+from farfill.core.layout import TensorKind
 from farfill.telemetry.metrics.families import TRANSFER_BUCKETS_S, TTFT_BUCKETS_S, MetricSet
 
 CODECS = ("none", "lz4", "zstd")
+KINDS = tuple(str(kind) for kind in TensorKind)
 FALLBACKS = tuple(str(reason) for reason in FallbackReason if reason is not FallbackReason.NONE)
 
 
@@ -89,13 +91,19 @@ class WorkerMetrics:
             "farfill_chunks", "Chunks on the wire, repeated ones included.", direction=directions, codec=CODECS
         )
         self._chunk_raw = metrics.counter(
-            "farfill_chunk_raw_bytes", "Their bytes before compression.", direction=directions, codec=CODECS
+            "farfill_chunk_raw_bytes",
+            "Their bytes before compression, by kind of cache tensor.",
+            direction=directions,
+            codec=CODECS,
+            kind=KINDS,
         )
         self._chunk_wire = metrics.counter(
-            "farfill_chunk_wire_bytes", "Their bytes on the wire.", direction=directions, codec=CODECS
+            "farfill_chunk_wire_bytes", "Their bytes on the wire.", direction=directions, codec=CODECS, kind=KINDS
         )
         self._resent = metrics.counter(
-            "farfill_chunks_resent", "Chunks that had to travel again.", reason=("checksum",)
+            "farfill_chunks_resent",
+            "Chunks that had to travel again.",
+            reason=("checksum", "connection_lost", "overdue"),
         )
         self._dropped = metrics.counter("farfill_chunks_dropped", "Chunks that nobody needed any more.", reason=())
         self._refused = metrics.counter(
@@ -105,6 +113,14 @@ class WorkerMetrics:
         self._connections = metrics.gauge("farfill_connections", "KV connections to another worker.", peer=())
         self._link_rate = metrics.gauge("farfill_link_bytes_per_second", "Estimated rate of a link.", peer=())
         self._link_rtt = metrics.gauge("farfill_link_rtt_seconds", "Estimated round trip of a link.", peer=())
+
+        self._tcp_rtt = metrics.gauge(
+            "farfill_tcp_rtt_seconds", "Smoothed round trip of TCP, queues included.", peer=()
+        )
+        self._tcp_delivery = metrics.gauge(
+            "farfill_tcp_delivery_bytes_per_second", "Latest delivery rate of TCP, all connections.", peer=()
+        )
+        self._tcp_resent = metrics.counter("farfill_tcp_segments_resent", "Segments TCP sent again.", peer=())
 
     def set_capacity(self, kv_total_bytes: int) -> None:
         """KV memory this worker may use."""
@@ -143,13 +159,13 @@ class WorkerMetrics:
         """A prompt placed far is prefilled here."""
         self._fallbacks(reason=reason).inc()
 
-    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         """A chunk left."""
-        self._count_chunk("sent", raw_bytes, wire_bytes, codec)
+        self._count_chunk("sent", raw_bytes, wire_bytes, codec, kind)
 
-    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         """A chunk arrived."""
-        self._count_chunk("received", raw_bytes, wire_bytes, codec)
+        self._count_chunk("received", raw_bytes, wire_bytes, codec, kind)
 
     def resent(self, reason: str) -> None:
         """A chunk must travel again."""
@@ -174,10 +190,16 @@ class WorkerMetrics:
         if rtt_s is not None:
             self._link_rtt(peer=peer).set(rtt_s)
 
-    def _count_chunk(self, direction: str, raw_bytes: int, wire_bytes: int, codec: str) -> None:
+    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+        """What TCP measured on all connections to `peer`; `segments_resent` since the last call."""
+        self._tcp_rtt(peer=peer).set(rtt_s)
+        self._tcp_delivery(peer=peer).set(delivery_bytes_per_s)
+        self._tcp_resent(peer=peer).inc(segments_resent)
+
+    def _count_chunk(self, direction: str, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self._chunks(direction=direction, codec=codec).inc()
-        self._chunk_raw(direction=direction, codec=codec).inc(raw_bytes)
-        self._chunk_wire(direction=direction, codec=codec).inc(wire_bytes)
+        self._chunk_raw(direction=direction, codec=codec, kind=kind).inc(raw_bytes)
+        self._chunk_wire(direction=direction, codec=codec, kind=kind).inc(wire_bytes)
 
     def registry_answered(self, outcome: str) -> None:
         """A call to the registry ended: "ok" or a stable reason."""

@@ -1,0 +1,67 @@
+"""What the kernel knows about the path of one TCP connection, and the socket options a WAN needs.
+
+Socket buffers are left to the kernel's tuning: setting them would cap them at `net.core.*mem_max`, which most hosts
+keep far below what tuning may reach (`net.ipv4.tcp_*mem`). Linux only; elsewhere nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from struct import Struct
+
+from farfill.transport.protocol import PathSample
+
+UNSENT_LOW_WATER_BYTES = 512 * 1024
+PREFERRED_CONGESTION = b"bbr"  # loss on a WAN starves the usual default
+
+_TCP_INFO = getattr(socket, "TCP_INFO", None)
+_TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", None)
+_TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+# struct tcp_info of linux/tcp.h up to tcpi_delivery_rate: unacked, last_ack_recv (ms), rtt (us), total_retrans,
+# data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every kernel since 4.9.
+_INFO = Struct("=24xI28xI8xI28xI52xIQ")
+
+
+def tune(sock: socket.socket, *, choose_congestion: bool) -> None:
+    """For small frames that shall not wait, and large ones on a lossy path."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    options: list[tuple[int | None, int | bytes]] = [(_TCP_NOTSENT_LOWAT, UNSENT_LOW_WATER_BYTES)]
+    if choose_congestion:
+        options.append((_TCP_CONGESTION, PREFERRED_CONGESTION))
+    for option, value in options:
+        if option is not None:
+            with contextlib.suppress(OSError):  # not offered by this kernel: its default stays
+                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def sample_path(sock: socket.socket) -> PathSample | None:
+    """What the kernel measured on `sock`; None when it does not tell."""
+    if _TCP_INFO is None or _TCP_CONGESTION is None:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, _TCP_INFO, _INFO.size)
+        congestion = sock.getsockopt(socket.IPPROTO_TCP, _TCP_CONGESTION, 16)
+    except OSError:
+        return None
+    if len(info) < _INFO.size:
+        return None
+    unacked, ack_age_ms, rtt_us, retransmits, segments, delivery_rate = _INFO.unpack(info)
+    return PathSample(
+        rtt_s=rtt_us / 1e6,
+        segments_sent=segments,
+        segments_resent=retransmits,
+        delivery_bytes_per_s=float(delivery_rate),
+        silent_s=ack_age_ms / 1e3 if unacked else 0.0,
+        congestion=congestion.split(b"\0", 1)[0].decode("ascii", "replace"),
+    )
+
+
+def close_at_once(sock: socket.socket) -> None:
+    """Reset the connection: what the kernel still holds to be sent is dropped, and never sent late."""
+    with contextlib.suppress(OSError):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER.pack(1, 0))
+    sock.close()
+
+
+_LINGER = Struct("ii")

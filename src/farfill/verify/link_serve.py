@@ -1,0 +1,187 @@
+"""The near side of a link measurement: receives what the far side sends, and forgets it.
+
+It speaks with the certificate of a decode worker, to prefill workers of the same cluster only. Tickets are signed by a
+key that lives as long as this process; memory is bounded by how many may be under way and how large each may be.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import structlog
+from aiohttp import web
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+from farfill.clock import WallClock
+from farfill.config.model import KVTransferConfig
+from farfill.core.cluster import Role
+from farfill.core.errors import FarfillError
+from farfill.core.ticket import Ticket
+from farfill.kv.manifest import Manifest, build_manifest
+from farfill.transfer.protocol import ExpectedTransfer
+from farfill.transfer.receiver import KVReceiver
+from farfill.transfer.tickets import TicketSigner, TicketVerifier
+from farfill.transport.tls import PeerIdentity, peer_identity, server_context
+from farfill.verify.link import (
+    AT_ONCE,
+    FINGERPRINT,
+    LAYOUT,
+    MAX_TRANSFER_BYTES,
+    REPORT_VERSION,
+    TRANSFER_TIMEOUT_S,
+    LinkOffer,
+    TicketOffer,
+)
+from farfill.verify.link_codecs import CodecRates
+
+MAX_EXPECTED = 2 * AT_ONCE
+TICKET_S = 60.0
+CLOCK_TOLERANCE_S = 5.0
+_SENDING_ROLES = frozenset({str(Role.PREFILL), str(Role.MIXED)})
+
+log = structlog.get_logger(__name__)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass
+class _ScratchSlot:
+    """A `KVSlot` nobody reads. Pieces have memory of their own, since each is verified where it lies."""
+
+    manifest: Manifest
+    held: frozenset[int] = frozenset()
+    _memory: list[bytearray] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._memory = [bytearray(piece.nbytes) for piece in self.manifest.pieces]
+
+    def buffer(self, piece: int) -> memoryview:
+        return memoryview(self._memory[piece])
+
+    def release(self) -> None:
+        self._memory = []
+
+
+class LinkServer:
+    """`start` it, serve `app` with mutual TLS, `close` it. `pems`: certificate, key and CA of the worker `name`."""
+
+    def __init__(
+        self,
+        *,
+        cluster: str,
+        name: str,
+        listen: str,
+        pems: tuple[bytes, bytes, bytes],
+        config: KVTransferConfig,
+        codecs: dict[str, CodecRates],
+    ) -> None:
+        self._cluster = cluster
+        self._name = name
+        self._encryption = config.encryption
+        self._codecs = codecs
+        self._clock = WallClock()
+        key = Ed25519PrivateKey.generate()
+        self._signer = TicketSigner(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        verifier = TicketVerifier(public, self._clock, CLOCK_TOLERANCE_S)
+        self._receiver = KVReceiver(
+            listen, name, FINGERPRINT, LAYOUT, server_context(*pems), verifier, config, self._clock
+        )  # fmt: skip
+        self._waiting: set[asyncio.Task[None]] = set()
+        self._advertised = ""
+
+    async def start(self, advertise_host: str) -> None:
+        """Receive; others reach it at `advertise_host`. Raises TransportError when the address is taken."""
+        await self._receiver.start()
+        self._advertised = f"{advertise_host}:{self._receiver.address.rpartition(':')[2]}"
+
+    async def close(self) -> None:
+        """Fail what is under way, and end."""
+        await self._receiver.close()
+        await asyncio.gather(*self._waiting)
+
+    @property
+    def expected(self) -> int:
+        """Transfers announced and not ended; 0 when idle."""
+        return len(self._waiting)
+
+    def app(self) -> web.Application:
+        """The control calls."""
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/v1/link", self._offer)
+        app.router.add_get("/v1/link/ping", _pong)
+        app.router.add_post(r"/v1/link/tickets/{tokens:\d{1,9}}", self._ticket)
+        return app
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        identity = _identity_of(request)
+        if identity is None or identity.cluster != self._cluster or identity.role not in _SENDING_ROLES:
+            log.warning("request_refused", reason="forbidden", peer=str(identity))
+            return web.Response(status=403, text=f"only prefill workers of {self._cluster} may measure")
+        return await handler(request)
+
+    async def _offer(self, _: web.Request) -> web.Response:
+        offer = LinkOffer(
+            report_version=REPORT_VERSION,
+            transfer_address=self._advertised,
+            encryption=self._encryption,
+            codecs=self._codecs,
+        )
+        return _json(offer)
+
+    async def _ticket(self, request: web.Request) -> web.Response:
+        num_tokens = int(request.match_info["tokens"])
+        if not 1 <= num_tokens <= MAX_TRANSFER_BYTES // LAYOUT.bytes_per_token:
+            return web.Response(status=400, text=f"{num_tokens} tokens are none, or more than one transfer may have")
+        if len(self._waiting) >= MAX_EXPECTED:
+            return web.Response(status=429, text=f"{MAX_EXPECTED} transfers are under way already")
+        identity = _identity_of(request)
+        assert identity is not None, "the guard saw to it"
+        now_s = self._clock.unix_s()
+        ticket = Ticket(
+            transfer_id=f"link-{secrets.token_hex(8)}",
+            fingerprint=FINGERPRINT,
+            tenant="link-test",
+            prefill=identity.name,
+            decode=self._name,
+            num_tokens=num_tokens,
+            issued_unix_s=now_s,
+            expires_unix_s=now_s + TICKET_S,
+        )
+        slot = _ScratchSlot(build_manifest(LAYOUT, num_tokens))
+        expected = self._receiver.expect(ticket, slot, timeout_s=TRANSFER_TIMEOUT_S)
+        task = asyncio.create_task(_await_end(expected, slot))
+        self._waiting.add(task)
+        task.add_done_callback(self._waiting.discard)
+        return _json(TicketOffer(ticket=ticket, token=self._signer.sign(ticket)))
+
+
+async def _await_end(expected: ExpectedTransfer, slot: _ScratchSlot) -> None:
+    try:
+        result = await expected.wait()
+    except FarfillError as error:
+        log.warning("link_transfer_failed", reason=error.reason, error=str(error))
+    else:
+        if not result.complete:
+            log.warning("link_transfer_failed", reason=str(result.failure), error=result.detail)
+    finally:
+        slot.release()
+
+
+async def _pong(_: web.Request) -> web.Response:
+    return web.Response()
+
+
+def _identity_of(request: web.Request) -> PeerIdentity | None:
+    ssl_object = None if request.transport is None else request.transport.get_extra_info("ssl_object")
+    return None if ssl_object is None else peer_identity(ssl_object)
+
+
+def _json(value: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")

@@ -1,0 +1,78 @@
+"""The number of connections: few with BBR, more where loss limits each of them, and no more than pays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from farfill.topology.connections import FEW, HOLD_FIRST_S, MANY, ConnectionTuner
+
+LINE = 125e6
+SEGMENT = 1448
+
+
+def run(
+    tuner: ConnectionTuner,
+    seconds: float,
+    rate_of: Callable[[int], float],
+    *,
+    loss: float,
+    congestion: str = "cubic",
+    busy: bool = True,
+    start_s: float = 0.0,
+) -> list[int]:
+    """Every 0.1 s an observation of a link on which so many connections have that goodput; all numbers wanted."""
+    wanted = [tuner.wanted]
+    for step in range(int(seconds * 10)):
+        acked = int(rate_of(tuner.wanted) / 10)
+        segments = max(1, acked // SEGMENT)
+        tuner.observe(
+            start_s + step / 10,
+            congestion=congestion,
+            rtt_s=0.03,
+            acked_bytes=acked,
+            segments_sent=segments,
+            segments_resent=round(segments * loss) if segments * loss >= 1 else int(loss > 0),
+            busy=busy,
+        )
+        if tuner.wanted != wanted[-1]:
+            wanted.append(tuner.wanted)
+    return wanted
+
+
+def lossy(connections: int) -> float:
+    return min(LINE, connections * 2.5e6)
+
+
+def test_loss_limited_link_gets_many_connections_within_seconds() -> None:
+    assert run(ConnectionTuner(), 3, lossy, loss=0.001) == [FEW, 16, MANY]
+
+
+def test_bbr_stays_with_few() -> None:
+    assert run(ConnectionTuner(), 5, lossy, loss=0.01, congestion="bbr") == [FEW]
+
+
+def test_clean_link_stays_with_few() -> None:
+    assert run(ConnectionTuner(), 5, lossy, loss=0.0) == [FEW]
+
+
+def test_full_line_takes_the_step_back_and_asks_again_ever_more_rarely() -> None:
+    tuner = ConnectionTuner()
+    assert run(tuner, 2, lambda _: LINE, loss=0.001) == [FEW, 16, FEW]
+    assert run(tuner, HOLD_FIRST_S - 0.8, lambda _: LINE, loss=0.001, start_s=2) == [FEW]
+    steps = run(tuner, 200, lambda _: LINE, loss=0.001, start_s=4).count(16)
+    assert 4 <= steps <= 8, "the path may be another one now, but most likely is not"
+
+
+def test_rate_of_slow_start_is_no_measure() -> None:
+    """The first moments are fast: nothing was lost yet."""
+    tuner = ConnectionTuner()
+    moments = iter([LINE] * 2)
+    assert run(tuner, 3, lambda n: next(moments, lossy(n)), loss=0.001) == [FEW, 16, MANY]
+
+
+def test_idle_link_tells_nothing() -> None:
+    assert run(ConnectionTuner(), 5, lossy, loss=0.01, busy=False) == [FEW]
+
+
+def test_fixed_number_never_changes() -> None:
+    assert run(ConnectionTuner(7), 5, lossy, loss=0.01) == [7]
