@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from farfill.core.cluster import InstanceState, Role
+from farfill.policy.breaker import Outcome
 from farfill.wire.control import ErrorBody
 from support.gateway_harness import Harness, running_gateway
 from support.stub_worker import StubWorker
@@ -223,6 +224,29 @@ async def test_without_fallback_it_is_503_with_retry_after(tmp_path: Path) -> No
         assert answer["error"]["code"] == "prefill_failed"
         assert int(response.headers["Retry-After"]) >= 1
         assert len(gateway.decode.decodes) == 1
+
+
+@pytest.mark.parametrize("force", [{}, {"x-farfill-force-placement": "remote"}])
+@pytest.mark.parametrize("obstacle", ["no_prefill_instance", "fingerprint_mismatch", "breaker_open"])
+async def test_without_fallback_a_prompt_that_cannot_go_far_is_503(
+    tmp_path: Path, obstacle: str, force: dict[str, str]
+) -> None:
+    routing = {"fallback_to_local_prefill": False, "circuit_breaker": {"min_requests": 1}}
+    async with running_gateway(tmp_path, routing=routing) as gateway:
+        if obstacle == "no_prefill_instance":
+            gateway.membership.workers.remove(gateway.prefill)
+        elif obstacle == "fingerprint_mismatch":
+            gateway.prefill.fingerprint = "another"
+        else:
+            health = gateway.service.health
+            health.end(health.begin(gateway.prefill.instance, 100), Outcome.FAILURE)
+        status, answer, response = await gateway.post(COMPLETIONS, body(LONG), **force)
+        assert (status, answer["error"]["code"]) == (503, obstacle)
+        assert "fallback_to_local_prefill" in answer["error"]["message"]
+        assert int(response.headers["Retry-After"]) >= 1
+        assert gateway.decode.decodes == []
+        _, headers = await complete(gateway, SHORT)
+        assert headers["x-farfill-reason"] == "below_threshold"
 
 
 async def test_decode_that_refuses_the_ticket_prefills_by_itself(gateway: Harness) -> None:

@@ -44,7 +44,7 @@ class RoutingConfig(Section):
         default=4096, ge=0, description="Prompts with at least this many uncached tokens are prefilled far away."
     )
     fallback_to_local_prefill: bool = Field(
-        default=True, description="Prefill near when far prefill or the transfer fails; otherwise 503."
+        default=True, description="Prefill near when far prefill cannot be had or fails; otherwise 503."
     )
     allow_placement_override: bool = Field(
         default=False,

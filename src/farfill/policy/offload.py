@@ -44,6 +44,10 @@ _BLOCKED: dict[PrefillAvailability, PlacementReason] = {
 }
 
 
+BLOCKED_REASONS = frozenset(_BLOCKED.values())
+"""Reasons of prompts that should have gone far and could not."""
+
+
 def uncached_tokens(prompt_tokens: int, hit_tokens: int) -> int:
     """Tokens somebody must prefill: the last prompt token is always computed by decode."""
     return max(0, prompt_tokens - 1 - hit_tokens)

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from farfill.config.model import ClusterConfig
-from farfill.core.cluster import Instance, Placement
+from farfill.core.cluster import Instance, Placement, PlacementReason
 from farfill.core.errors import InvalidRequestError, UnavailableError
 from farfill.gateway.health import PrefillHealth
 from farfill.gateway.loads import OutstandingWork
 from farfill.kv.index import PrefixIndex
-from farfill.policy.offload import REMOTE_REASONS, Forced, OffloadInputs, decide, uncached_tokens
+from farfill.policy.offload import BLOCKED_REASONS, REMOTE_REASONS, Forced, OffloadInputs, decide, uncached_tokens
 from farfill.policy.pick import (
     DecodeCandidate,
     PrefillCandidate,
@@ -25,6 +25,12 @@ from farfill.policy.pick import (
 
 FORCE_HEADER = "x-farfill-force-placement"
 MAX_KEYS_PER_INSTANCE = 65_536
+
+_OBSTACLES = {
+    PlacementReason.NO_PREFILL_INSTANCE: "no prefill instance is ready",
+    PlacementReason.FINGERPRINT_MISMATCH: "no ready prefill instance has the decode instance's fingerprint",
+    PlacementReason.BREAKER_OPEN: "the circuit breakers of all prefill instances are open",
+}
 
 
 class Membership(Protocol):
@@ -51,6 +57,7 @@ class Placer:
     ) -> None:
         self._model = config.model.name
         self._threshold_tokens = config.routing.remote_prefill_threshold_tokens
+        self._local_instead = config.routing.fallback_to_local_prefill
         self._chunk_tokens = config.prefill.chunked_prefill_tokens
         self._membership = membership
         self._health = health
@@ -67,7 +74,10 @@ class Placer:
         return min(model_limit, max(offered, default=model_limit))
 
     def place(self, query: PlacementQuery, exclude: Collection[str] = ()) -> tuple[Placement, int]:
-        """The placement and the prefix hit (tokens) it counts on. Raises UnavailableError without decode."""
+        """The placement and the prefix hit (tokens) it counts on.
+
+        Raises UnavailableError without decode, or when the prompt should go far, cannot, and may not stay.
+        """
         instances = self._membership.instances()
         self._forget_gone(instances)
         candidates = [
@@ -106,6 +116,10 @@ class Placer:
                 forced=query.forced,
             )
         )
+        if reason in BLOCKED_REASONS and not self._local_instead:
+            raise UnavailableError(
+                f"{_OBSTACLES[reason]}, and fallback_to_local_prefill is off", reason=str(reason), side="prefill"
+            )
         prefill = None
         if reason in REMOTE_REASONS:
             prefill = pick_prefill(
