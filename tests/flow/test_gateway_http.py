@@ -85,6 +85,8 @@ async def test_bad_chat_field_is_named(
     [
         ({"best_of": 2}, "unsupported", "best_of"),
         ({"suffix": "x"}, "unsupported", "suffix"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "invalid_request", "max_completion_tokens"),
+        ({"messages": USER}, "unknown_field", "messages"),
         ({"echo": True, "logprobs": 1}, "unsupported", "logprobs"),
         ({"logprobs": 21}, "invalid_request", "logprobs"),
         ({"prompt": []}, "invalid_request", "prompt"),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.openai.fields import HARMLESS, UNSUPPORTED
-from farfill.gateway.openai.requests import ChatBody, CompletionBody, parse, parse_prompts
+from farfill.gateway.openai.requests import ChatBody, CompletionBody, DetokenizeBody, parse, parse_prompts
 from farfill.gateway.openai.sampling import chat_sampling, completion_sampling
 from farfill.gateway.pipeline.tokenize import fit_context
 
@@ -39,6 +39,43 @@ def test_nulls_mean_the_defaults_of_the_api() -> None:
     assert sampling == SamplingParams()
     assert demanded is None
     assert completion_sampling(completion(), VOCAB) == (SamplingParams(max_tokens=16), None)
+
+
+@pytest.mark.parametrize(("fields", "demanded"), [({"max_tokens": 7}, 7), ({"max_completion_tokens": 7}, 7)])
+def test_length_limit_has_two_names_on_both_endpoints(fields: dict[str, Any], demanded: int) -> None:
+    for sampling, found in (
+        chat_sampling(chat(**fields), VOCAB),
+        completion_sampling(completion(**fields), VOCAB),
+        completion_sampling(completion(max_tokens=demanded, max_completion_tokens=demanded), VOCAB),
+    ):
+        assert (sampling.max_tokens, found) == (demanded, demanded)
+
+
+def test_two_different_length_limits_are_refused() -> None:
+    for refuse in (
+        lambda: chat_sampling(chat(max_tokens=1, max_completion_tokens=2), VOCAB),
+        lambda: completion_sampling(completion(max_tokens=1, max_completion_tokens=2), VOCAB),
+    ):
+        with pytest.raises(InvalidRequestError, match="differ") as caught:
+            refuse()
+        assert caught.value.param == "max_completion_tokens"
+
+
+def test_field_of_the_other_endpoint_is_pointed_there() -> None:
+    with pytest.raises(InvalidRequestError, match=r"/v1/completions; chat takes 'messages'"):
+        chat(prompt="x")
+    with pytest.raises(InvalidRequestError, match=r"/v1/chat/completions; completions take 'prompt'"):
+        completion(messages=[])
+    with pytest.raises(InvalidRequestError, match="unknown field 'prompt'"):
+        parse(b'{"tokens": [], "prompt": "x"}', DetokenizeBody)
+
+
+@pytest.mark.parametrize("refused", sorted(UNSUPPORTED))
+def test_refused_field_is_never_suggested(refused: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        chat(**{refused + "x": 1})
+    assert caught.value.reason == "unknown_field"
+    assert f"{refused!r}?" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("value", "stop"), [(None, ()), ([], ()), ("a", ("a",)), (["a", "b"], ("a", "b"))])

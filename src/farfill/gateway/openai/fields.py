@@ -65,6 +65,13 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
 """Features of OpenAI and vLLM not offered here, with the values that ask for nothing."""
 
 
+_ELSEWHERE = {
+    "prompt": ("messages", "is for /v1/completions; chat takes 'messages'"),
+    "messages": ("prompt", "is for /v1/chat/completions; completions take 'prompt'"),
+}
+"""Fields of the other endpoint: the field that tells the endpoint asked, and what to say there."""
+
+
 def decode_object(body: bytes) -> dict[str, msgspec.Raw]:
     """The top level of a JSON object. Raises InvalidRequestError for anything else."""
     try:
@@ -81,9 +88,7 @@ def check_fields(found: Mapping[str, msgspec.Raw], used: Collection[str]) -> Non
         if name in used or name in HARMLESS:
             continue
         if name not in UNSUPPORTED:
-            nearest = difflib.get_close_matches(name, [*used, *HARMLESS, *UNSUPPORTED], n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise InvalidRequestError(f"unknown field {name!r}{hint}", param=name, reason="unknown_field")
+            raise InvalidRequestError(_unknown(name, used), param=name, reason="unknown_field")
         try:
             value = msgspec.json.decode(raw)
         except (msgspec.DecodeError, ValueError, RecursionError) as error:
@@ -92,3 +97,12 @@ def check_fields(found: Mapping[str, msgspec.Raw], used: Collection[str]) -> Non
             ) from error
         if value not in UNSUPPORTED[name]:
             raise InvalidRequestError(f"{name} is not supported here", param=name, reason="unsupported")
+
+
+def _unknown(name: str, used: Collection[str]) -> str:
+    instead, hint = _ELSEWHERE.get(name, ("", ""))
+    if instead in used:
+        return f"{name!r} {hint}"
+    # Never a refused field: that would send the client from one error to the next.
+    nearest = difflib.get_close_matches(name, [*used, *HARMLESS], n=1)
+    return f"unknown field {name!r}" + (f"; did you mean {nearest[0]!r}?" if nearest else "")

@@ -17,19 +17,12 @@ COMPLETION_MAX_TOKENS = 16
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> tuple[SamplingParams, int | None]:
     """Sampling parameters and the demanded max_tokens (None: the rest of the context)."""
-    if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
-        raise InvalidRequestError(
-            "max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens"
-        )
+    limit = _demanded_tokens(body)
     top = body.top_logprobs
     if top is not None and not body.logprobs:
         raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
     if top is not None:
         _within("top_logprobs", top, 0, MAX_LOGPROBS)
-    limit = body.max_completion_tokens if body.max_tokens is None else body.max_tokens
-    limit_name = "max_completion_tokens" if body.max_tokens is None else "max_tokens"
-    if limit is not None:
-        _at_least(limit_name, limit, 1)
     return _common(body, vocab_size, limit, (top or 0) if body.logprobs else None), limit
 
 
@@ -45,10 +38,9 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> tuple[Sampling
                 param="logprobs",
                 reason="unsupported",
             )
-    if body.max_tokens is not None:
-        _at_least("max_tokens", body.max_tokens, 1)
-    limit = COMPLETION_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    return _common(body, vocab_size, limit, body.logprobs), body.max_tokens
+    demanded = _demanded_tokens(body)
+    limit = COMPLETION_MAX_TOKENS if demanded is None else demanded
+    return _common(body, vocab_size, limit, body.logprobs), demanded
 
 
 def with_max_tokens(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
@@ -61,6 +53,19 @@ def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
         bad = next(t for t in token_ids if not 0 <= t < vocab_size)
         raise InvalidRequestError(f"{param}: token id {bad} is not in [0, {vocab_size})", param=param)
+
+
+def _demanded_tokens(body: SamplingFields) -> int | None:
+    """The length limit under either of its names."""
+    old, new = body.max_tokens, body.max_completion_tokens
+    if old is not None and new not in (None, old):
+        raise InvalidRequestError(
+            "max_tokens and max_completion_tokens differ; give one of them", param="max_completion_tokens"
+        )
+    for name, value in (("max_tokens", old), ("max_completion_tokens", new)):
+        if value is not None:
+            _at_least(name, value, 1)
+    return new if old is None else old
 
 
 def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: int | None) -> SamplingParams:
