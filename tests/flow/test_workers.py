@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from pathlib import Path
 
 import aiohttp
 import pytest
+import structlog
 
 from farfill.core.cluster import FallbackReason
 from farfill.wire.control import FailTransferCommand
@@ -275,6 +277,19 @@ async def test_only_gateways_of_this_version_are_served(tmp_path: Path):
             assert response.status == 426
         async with two.session.post(two.urls[DECODE] + "/v1/decode", data=b"\xc1") as response:
             assert response.status == 400
+
+
+async def test_control_port_logs_a_handshake_it_refuses(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        anonymous = ssl.create_default_context(cafile=str(two.ends.pki.ca))
+        anonymous.check_hostname = False
+        with structlog.testing.capture_logs() as logged:
+            async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=anonymous)) as session:
+                with pytest.raises(aiohttp.ClientError):
+                    await session.get(two.urls[DECODE] + "/health")
+            await two.until(lambda: logged)
+        assert logged[0]["reason"] == "identity_refused"
+        assert "certificate" in logged[0]["detail"]
 
 
 @pytest.mark.parametrize(("token_ids", "max_tokens"), [([], 4), ([33] * 5000, 4), ([33], 5000), ([33], 0), ([999], 4)])

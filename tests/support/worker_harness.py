@@ -22,6 +22,7 @@ from farfill.engine.fake import FakeEngine, FakeOptions
 from farfill.engine.protocol import GenerateWork, TokenEvent
 from farfill.telemetry.metrics import WorkerMetrics, exposition
 from farfill.transfer.tickets import TicketVerifier
+from farfill.transport.tls import http_server_context
 from farfill.wire.control import (
     PROTOCOL_VERSION,
     VERSION_HEADER,
@@ -165,7 +166,7 @@ class TwoWorkers:
         await runner.setup()
         stack.push_async_callback(runner.cleanup)
         credentials = self.ends.pki.name(name, role=str(role))
-        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=credentials.server())
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=http_server_context(*credentials.pems))
         await site.start()
         return f"https://127.0.0.1:{runner.addresses[0][1]}"
 

@@ -19,7 +19,7 @@ from farfill.config.secrets import TlsMaterial
 from farfill.core.cluster import Role
 from farfill.core.errors import ConfigError
 from farfill.telemetry.logs import setup_logging
-from farfill.transport.tls import server_context
+from farfill.transport.tls import http_server_context
 
 log = structlog.get_logger()
 
@@ -58,7 +58,7 @@ def pick_worker(loaded: LoadedConfig, role: Role, name: str | None) -> str:
 
 def server_tls(material: TlsMaterial) -> ssl.SSLContext:
     """Mutual TLS for a server of this role."""
-    return server_context(material.cert_pem, material.key_pem, material.ca_pem)
+    return http_server_context(material.cert_pem, material.key_pem, material.ca_pem)
 
 
 def registry_url(loaded: LoadedConfig) -> str:

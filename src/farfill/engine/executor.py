@@ -6,7 +6,7 @@ thread at a time, except `allocate`, `place` and `read`, which any thread may ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -48,7 +48,9 @@ class SequenceKV(Protocol):
 
 
 class Executor(Protocol):
-    """A loaded model."""
+    """A loaded model. Within a step it calls `on_progress` now and then, so that a long step is no silence."""
+
+    on_progress: Callable[[], None]
 
     @property
     def layout(self) -> KVLayout: ...

@@ -132,6 +132,7 @@ class FakeExecutor:
     def __init__(self, layout: KVLayout, step: Step | None = None) -> None:
         self.layout = layout
         self.step: Step = step or (lambda phase: None)
+        self.on_progress: Callable[[], None] = lambda: None
 
     def kv_bytes(self, capacity_tokens: int) -> int:
         """Memory of one sequence."""
@@ -147,6 +148,7 @@ class FakeExecutor:
         self.step("prefill")
         for token in token_ids:
             kv.append(token)
+            self.on_progress()
 
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
         """Add one token each; logits that favour printable characters and rarely end."""

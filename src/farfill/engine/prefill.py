@@ -66,13 +66,12 @@ class PrefillTurns:
         """Compute one chunk of the next job in turn; False when there is none. A failure ends that job only."""
         if not self._jobs:
             return False
-        job = self._jobs.popleft()
+        job = self._jobs[0]
+        self._jobs.rotate(-1)
         try:
             self._compute_chunk(job)
         except Exception as error:
             job.fail(error)
-            return True
-        self._jobs.append(job)
         return True
 
     @property

@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 # Giving memory back costs the next step a little, so it waits until a pause is real.
 _IDLE_AFTER_S = 1.0
+# Often enough for any peer's patience, rare enough to cost nothing.
+_PROGRESS_PERIOD_S = 0.05
 
 
 class Scheduler:
@@ -48,6 +50,8 @@ class Scheduler:
         self._clock = clock
         self._prefill = PrefillTurns(executor, prefix, clock)
         self._decode = DecodeBatch(executor, max_batch)
+        self._reported_s = clock.now_s()
+        executor.on_progress = self._report_progress
         self._waiting: deque[Job] = deque()
         self._jobs: dict[Job, None] = {}
         self._changed = threading.Condition()
@@ -216,7 +220,13 @@ class Scheduler:
             if isinstance(job, GenerateJob):
                 self._decode.add(job, choices)
 
+    def _report_progress(self) -> None:
+        """The executor is in the middle of a step."""
+        if self._clock.now_s() - self._reported_s >= _PROGRESS_PERIOD_S:
+            self._report_step()
+
     def _report_step(self) -> None:
+        self._reported_s = self._clock.now_s()
         with self._changed:
             waiting = tuple(self._waiting)
         for job in (*waiting, *self._prefill.jobs):

@@ -13,8 +13,12 @@ import tempfile
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+import structlog
+
 from farfill.core.errors import ConfigError
 from farfill.transport.errors import IdentityError
+
+log = structlog.get_logger()
 
 SCHEME = "farfill"
 
@@ -68,6 +72,13 @@ def server_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLCon
     return _load(context, cert_pem, key_pem, ca_pem)
 
 
+def http_server_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLContext:
+    """`server_context` for asyncio servers, which say nothing of handshakes they refuse: this one logs them."""
+    context = server_context(cert_pem, key_pem, ca_pem)
+    context.sslobject_class = _LoggedObject
+    return context
+
+
 def client_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes, *, check_hostname: bool = False) -> ssl.SSLContext:
     """For clients: presents `cert_pem`, demands a server certificate signed by `ca_pem`.
 
@@ -78,6 +89,17 @@ def client_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes, *, check_host
     context.check_hostname = check_hostname
     context.verify_mode = ssl.CERT_REQUIRED
     return _load(context, cert_pem, key_pem, ca_pem)
+
+
+class _LoggedObject(ssl.SSLObject):
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise
+        except ssl.SSLError as error:
+            log.warning("connection_refused", reason="identity_refused", detail=str(error))
+            raise
 
 
 def _load(context: ssl.SSLContext, cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLContext:

@@ -49,7 +49,7 @@ class PrefillService:
             handle = self.engine.prefill(work, sink)
             prefill, sent = await _both(sink.done, sending)
         except BaseException as error:
-            await self._give_up(transfer, sending, handle, sink, error)
+            await self._give_up(transfer, sending, handle, error)
             raise
         finally:
             if handle is not None:
@@ -89,7 +89,6 @@ class PrefillService:
         transfer: OutgoingTransfer,
         sending: asyncio.Future[TransferStats],
         handle: PrefillHandle | None,
-        sink: TransferSink,
         error: BaseException,
     ) -> None:
         """Stop both halves and wait until no thread reads the KV any more, so that it may be released."""
@@ -102,11 +101,8 @@ class PrefillService:
         transfer.fail(reason, detail)
         if handle is not None:
             handle.cancel()
-        # Retrieve both outcomes: the error that counts is already on its way up.
         await asyncio.shield(asyncio.wait([sending]))
         sending.exception()
-        if sink.done.done():
-            sink.done.exception()
         self.metrics.transfer_finished(outcome, getattr(error, "reason", str(reason)), 0.0, 0, 0)
 
     def _count(self, prefill: PrefillStats, sent: TransferStats) -> None:

@@ -22,6 +22,7 @@ from farfill.config.load import LoadedConfig
 from farfill.config.model import WorkerConfig
 from farfill.config.secrets import TlsMaterial, read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
+from farfill.core.errors import ConfigError
 from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
 from farfill.registry.identity import registry_context
@@ -29,7 +30,7 @@ from farfill.telemetry.metrics import WorkerMetrics, exposition
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
 from farfill.transfer.tickets import TicketVerifier
-from farfill.transport.tls import client_context, server_context
+from farfill.transport.tls import client_context, http_server_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.certificates import CertificateWatch
 from farfill.worker.decode import DecodeService
@@ -52,6 +53,7 @@ class _Parts:
     metrics: WorkerMetrics
     tls: TlsMaterial
     server_tls: ssl.SSLContext
+    http_tls: ssl.SSLContext
     client_tls: ssl.SSLContext
     registry_tls: ssl.SSLContext
     clock: Clock
@@ -74,6 +76,7 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         metrics=WorkerMetrics(site=worker.site, role=str(worker.role), model=config.model.name),
         tls=tls,
         server_tls=server_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
+        http_tls=http_server_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
         client_tls=client_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
         registry_tls=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         clock=clock,
@@ -94,7 +97,13 @@ async def _load_engine(loaded: LoadedConfig) -> Engine:
 
     config = loaded.config
     load = functools.partial(load_engine, config.model, config.engine, config.prefill, loaded.base_dir)
-    return await asyncio.to_thread(load)
+    try:
+        return await asyncio.to_thread(load)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"engine.type: {config.engine.type} needs {error.name}, which is not installed; "
+            "install Farfill with its torch extra: pip install 'farfill[torch]'"
+        ) from error
 
 
 async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.Event) -> None:
@@ -125,7 +134,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         is_ready=lambda: announcer.registered and not stop.is_set(),
         exposition=functools.partial(exposition, parts.metrics.registry),
     )
-    await stack.enter_async_context(_http_server(deps, worker.listen, parts.server_tls))
+    await stack.enter_async_context(_http_server(deps, worker.listen, parts.http_tls))
     await stack.enter_async_context(announcer)
     log.info("worker_ready", fingerprint=engine.info.fingerprint)
     await _report_load(parts, receiver, announcer, stop)

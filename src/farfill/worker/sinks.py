@@ -22,6 +22,8 @@ class TransferSink:
         self._transfer = transfer
         self._loop = loop
         self.done: asyncio.Future[PrefillStats] = loop.create_future()
+        # Whoever gave the request up does not wait for how its prefill ends.
+        self.done.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def progress(self) -> None:
         self._transfer.keepalive()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from farfill.clock import VirtualClock
 from farfill.core.errors import EngineError
 from farfill.engine.fake import FakeEngine, FakeKV, FakeOptions
 from farfill.engine.protocol import PrefillWork, TokenEvent
@@ -178,3 +179,24 @@ def test_engine_thread_can_close_the_engine(harness: Any) -> None:
     sink.wait()
     engine.close()
     assert engine.load().kv_used_bytes == 0
+
+
+def test_long_step_is_reported_while_it_runs(harness: Any) -> None:
+    clock = VirtualClock()
+    engine = FakeEngine(FakeOptions(prefill_chunk_tokens=16), lambda _: clock.advance(60.0), clock)
+    engine.start()
+    prefilled = harness.prefill(engine, harness.prompt(16))
+    engine.close()
+    # In the middle of its only chunk; at the end of that it is complete and told so.
+    assert prefilled.steps == 1
+
+
+def test_torch_reports_progress_layer_by_layer(tiny_models: Any, harness: Any) -> None:
+    executor = tiny_models.load("llama-float32").executor
+    calls: list[int] = []
+    executor.on_progress = lambda: calls.append(1)
+    try:
+        executor.prefill(executor.allocate(32), harness.prompt(20))
+    finally:
+        executor.on_progress = lambda: None
+    assert len(calls) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,10 @@ class TorchExecutor:
     def __init__(self, model: Any, spec: KVSpec) -> None:
         self._model = model
         self._spec = spec
+        self.on_progress: Callable[[], None] = lambda: None
+        # A chunk may take longer than peers put up with silence; a layer does not.
+        for layer in getattr(model.base_model, "layers", ()):
+            layer.register_forward_hook(lambda *_: self.on_progress())
 
     @property
     def layout(self) -> KVLayout:
