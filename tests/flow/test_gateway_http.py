@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import logging
+import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +143,60 @@ async def test_large_body_is_413(gateway: Harness) -> None:
     status, body, _ = await gateway.post(CHAT, b" " * (2 << 20))
     assert status == 413
     assert_error(body, code="body_too_large", param=None, contains="max_body_mb: 1")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize"])
+@pytest.mark.parametrize(
+    ("encoding", "garbage"),
+    [
+        ("gzip", b"\xffnot compressed"),
+        ("gzip", gzip.compress(b"x" * 1000)[:10] + b"\xff" * 100),
+        ("deflate", b"\xffnot compressed"),
+        ("deflate", zlib.compress(b"x" * 1000)[:-7]),
+    ],
+)
+async def test_body_that_is_not_compressed_as_told_is_400(
+    gateway: Harness, caplog: pytest.LogCaptureFixture, path: str, encoding: str, garbage: bytes
+) -> None:
+    status, body, response = await gateway.post(path, garbage, **{"Content-Encoding": encoding})
+    assert status == 400
+    assert_error(body, code="invalid_request", param="Content-Encoding", contains="cannot be decoded")
+    assert response.headers["X-Request-Id"]
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
+
+
+async def test_compressed_body_is_understood(gateway: Harness) -> None:
+    body = gzip.compress(json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 1}).encode())
+    assert (await gateway.post(COMPLETIONS, body, **{"Content-Encoding": "gzip"}))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"FOO /v1/models HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 10_000 + b"\r\n\r\n",
+        b"not http at all\r\n\r\n",
+    ],
+)
+async def test_malformed_http_is_400_in_the_same_shape_and_no_error_of_ours(
+    gateway: Harness, caplog: pytest.LogCaptureFixture, request_bytes: bytes
+) -> None:
+    # Not the first request of the connection: aiohttp by itself is silent only there.
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(gateway.base.rpartition(":")[2]))
+    try:
+        writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b'"ok"}')
+        writer.write(request_bytes)
+        head, _, answer = (await asyncio.wait_for(reader.read(), 10)).partition(b"\r\n\r\n")
+    finally:
+        writer.close()
+        await writer.wait_closed()
+    assert head.startswith(b"HTTP/1.1 400 ") or head.startswith(b"HTTP/1.0 400 ")
+    assert b"\r\nx-request-id: " in head.lower()
+    assert_error(json.loads(answer), code="bad_request", param=None)
+    assert json.loads(answer)["error"]["message"]
+    assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
 async def test_wrong_method_is_405_with_allow_and_unknown_path_404(gateway: Harness) -> None:

@@ -10,6 +10,7 @@ from farfill.gateway.errors import openai_errors
 from farfill.gateway.handlers.generate import GenerateHandler
 from farfill.gateway.handlers.info import InfoHandler
 from farfill.gateway.handlers.request_id import tell_request_id, with_request_id
+from farfill.gateway.server import GatewayRunner
 from farfill.gateway.service import GatewayDeps, GatewayService, build_service
 
 SERVICE = web.AppKey("service", GatewayService)
@@ -37,11 +38,9 @@ def build_app(deps: GatewayDeps) -> web.Application:
     return app
 
 
-def build_runner(deps: GatewayDeps, *, shutdown_timeout_s: float = 5.0) -> web.AppRunner:
+def build_runner(deps: GatewayDeps, *, shutdown_timeout_s: float = 5.0) -> GatewayRunner:
     """A runner with what the gateway relies on. Requests in progress get `shutdown_timeout_s` to end."""
-    return web.AppRunner(
-        build_app(deps), handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s
-    )
+    return GatewayRunner(build_app(deps), shutdown_timeout_s=shutdown_timeout_s)
 
 
 async def _lifetime(app: web.Application) -> AsyncIterator[None]:

@@ -13,6 +13,7 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.errors import DeadlineError, error_response, internal_error
+from farfill.gateway.handlers.body import read_body
 from farfill.gateway.handlers.request_id import REQUEST_ID, adopt_request_id
 from farfill.gateway.handlers.track import Endpoint, RequestTracker
 from farfill.gateway.openai.chat import ChatRenderer
@@ -100,7 +101,7 @@ class GenerateHandler:
         forced = forced_placement(
             request.headers.get(FORCE_HEADER), allowed=self._config.routing.allow_placement_override
         )
-        data = await request.read()
+        data = await read_body(request)
         body = parse(data, ChatBody if endpoint == "chat" else CompletionBody)
         del data
         tracker.request_id = adopt_request_id(request, body.request_id)

@@ -10,6 +10,7 @@ from aiohttp import web
 import farfill
 from farfill.core.cluster import Role
 from farfill.core.errors import InvalidRequestError
+from farfill.gateway.handlers.body import read_body
 from farfill.gateway.openai.messages import template_messages
 from farfill.gateway.openai.requests import DetokenizeBody, TokenizeBody, parse
 from farfill.gateway.pipeline.tokenize import detokenize, tokenize_chat, tokenize_text
@@ -51,7 +52,7 @@ class InfoHandler:
         return _json(self._model_card())
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        body = parse(await request.read(), TokenizeBody)
+        body = parse(await read_body(request), TokenizeBody)
         self._check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise InvalidRequestError("give either prompt or messages", param="prompt")
@@ -62,7 +63,7 @@ class InfoHandler:
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": texts})
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        body = parse(await request.read(), DetokenizeBody)
+        body = parse(await read_body(request), DetokenizeBody)
         self._check_model(body.model)
         with self._service.admission.slot():
             text = await detokenize(self._service.pool, self._model, "tokens", body.tokens)
