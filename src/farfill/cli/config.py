@@ -32,6 +32,7 @@ def check(
     workers = loaded.config.workers
     sites = sorted({worker.site for worker in workers.values()} | {loaded.config.gateway.site})
     typer.echo(f"{file}: valid; {len(workers)} workers, sites {', '.join(sites)}, model {loaded.config.model.name}")
+    typer.echo("Secrets and certificates were not looked at; farfill pki init makes them.")
 
 
 @app.command("show")

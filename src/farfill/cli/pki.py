@@ -55,7 +55,8 @@ def init(
     members = members_of(loaded.config)
     directory = directory if directory is not None else _folder_of_ca(loaded)
     create_pki(directory, members, days=days)
-    typer.echo(f"{directory}: CA, ticket keys and {len(members)} certificates, valid for {days} days")
+    unit = "day" if days == 1 else "days"
+    typer.echo(f"{directory}: CA, ticket keys and {len(members)} certificates, valid for {days} {unit}")
     typer.echo(f"Keep {directory}/ca.key off the servers. A host needs ca.pem, its own NAME.pem and NAME.key,")
     typer.echo("and ticket.pub on workers or ticket.key on the gateway.")
     for key, reference, file in _astray(loaded, directory):

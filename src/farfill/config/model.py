@@ -115,8 +115,11 @@ class PrefillConfig(Section):
 
 
 class ModelConfig(Section):
-    name: str = Field(min_length=1, description="Name clients use in the model field.")
-    path: Path = Field(description="Folder with config.json, tokenizer.json and safetensors. Relative to this file.")
+    name: str = Field(min_length=1, examples=["my-model"], description="Name clients use in the model field.")
+    path: Path = Field(
+        examples=["models/my-model"],
+        description="Folder with config.json, tokenizer.json and safetensors. Relative to this file.",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Type of weights and KV cache."
     )
@@ -124,7 +127,12 @@ class ModelConfig(Section):
 
 class EngineConfig(Section):
     type: Literal["torch"] = Field(default="torch", description="The model executor.")
-    device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:\d+)?|mps)$", description="torch device.")
+    device: str = Field(
+        default="cpu",
+        pattern=r"^(cpu|cuda(:\d+)?|mps)$",
+        examples=["cpu", "cuda", "cuda:N", "mps"],
+        description="torch device.",
+    )
     threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one worker; 0: all cores.")
     max_batch: int = Field(default=16, ge=1, le=1024, description="Sequences decoded together.")
     max_queue: int = Field(default=256, ge=1, description="Waiting sequences; more are refused with 503.")
@@ -135,7 +143,7 @@ class EngineConfig(Section):
 
 
 class GatewayConfig(Section):
-    site: Name = Field(description="Site it runs at (near the users).")
+    site: Name = Field(examples=["near"], description="Site it runs at (near the users).")
     listen: Address = Field(default="127.0.0.1:8000", description="Address of the OpenAI API.")
     max_body_mb: int = Field(default=16, ge=1, le=1024, description="Largest request body, in MiB.")
     max_concurrent_requests: int = Field(default=256, ge=1, description="Requests in progress; more get 429.")
@@ -147,7 +155,7 @@ class GatewayConfig(Section):
 
 
 class RegistryConfig(Section):
-    site: Name = Field(description="Site it runs at.")
+    site: Name = Field(examples=["near"], description="Site it runs at.")
     listen: Address = Field(default="127.0.0.1:7400", description="Address it listens on.")
     advertise: Address | None = Field(default=None, description="Address others reach it at; unset: listen.")
     lease_s: float = Field(
@@ -156,9 +164,9 @@ class RegistryConfig(Section):
 
 
 class WorkerConfig(Section):
-    role: Annotated[Role, Field(strict=False)] = Field(description="prefill, decode or mixed.")
-    site: Name = Field(description="Site it runs at.")
-    listen: Address = Field(description="Address of its control API.")
+    role: Annotated[Role, Field(strict=False)] = Field(examples=["decode"], description="prefill, decode or mixed.")
+    site: Name = Field(examples=["near"], description="Site it runs at.")
+    listen: Address = Field(examples=["10.1.0.10:7500"], description="Address of its control API.")
     advertise: Address | None = Field(
         default=None, description="Address others reach the control API at; unset: listen."
     )
@@ -173,17 +181,26 @@ class WorkerConfig(Section):
 
 
 class TlsConfig(Section):
-    ca: SecretRef = Field(description="CA that signed every role's certificate (PEM).")
+    ca: SecretRef = Field(examples=["file:pki/ca.pem"], description="CA that signed every role's certificate (PEM).")
     cert: str = Field(
         pattern=r"^(file|env):.+$",
+        examples=["'file:pki/{name}.pem'"],
         description="Certificate of a role; {name} becomes the worker's name, gateway or registry.",
     )
-    key: str = Field(pattern=r"^(file|env):.+$", description="Its private key; {name} as in cert.")
+    key: str = Field(
+        pattern=r"^(file|env):.+$",
+        examples=["'file:pki/{name}.key'"],
+        description="Its private key; {name} as in cert.",
+    )
 
 
 class TicketConfig(Section):
-    signing_key: SecretRef = Field(description="Ed25519 private key (PEM); only the gateway reads it.")
-    public_key: SecretRef = Field(description="Ed25519 public key (PEM); workers verify tickets with it.")
+    signing_key: SecretRef = Field(
+        examples=["file:pki/ticket.key"], description="Ed25519 private key (PEM); only the gateway reads it."
+    )
+    public_key: SecretRef = Field(
+        examples=["file:pki/ticket.pub"], description="Ed25519 public key (PEM); workers verify tickets with it."
+    )
     lifetime_s: float = Field(default=60.0, gt=0, le=3600, description="Seconds a ticket may be presented.")
     clock_tolerance_s: float = Field(
         default=5.0, ge=0, le=300, description="Clock difference between sites that expiry tolerates."
@@ -204,7 +221,11 @@ class ClusterConfig(Section):
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig
     registry: RegistryConfig
-    workers: dict[Name, WorkerConfig] = Field(min_length=1, description="Workers by name.")
+    workers: dict[Name, WorkerConfig] = Field(
+        min_length=1,
+        examples=["{decode-near: {role: decode, site: near, listen: 10.1.0.10:7500, transfer_listen: 10.1.0.10:7501}}"],
+        description="Workers by name.",
+    )
     routing: RoutingConfig = RoutingConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
     prefill: PrefillConfig = PrefillConfig()

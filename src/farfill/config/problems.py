@@ -79,9 +79,10 @@ def _problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:  # noqa
             Problem(path, str(error["ctx"]["error"]), "see docs/configuration.md") if "ctx" in error else _plain(error)
         )
     field = _field_at(path, model)
-    hint = f"{path[-1]}: {field.description}" if field and field.description and path else "see docs/configuration.md"
-    if kind == "missing":
-        return Problem(path, "required, but missing", f"add {hint}")
+    if kind == "missing" and field:
+        return Problem(path, "required, but missing", f"add it, such as {path[-1]}: {_example(field)}")
+    if kind in ("too_short", "string_too_short") and field:
+        return Problem(path, "is empty", f"fill it in, such as {path[-1]}: {_example(field)}")
     if kind in ("literal_error", "enum"):
         return _not_one_of(path, found, error)
     if kind in _RANGE_ERRORS and field:
@@ -121,9 +122,20 @@ def _bad_pattern(path: KeyPath, found: str, error: ErrorDetails, field: FieldInf
         return Problem(path, f"{found!r} is not an address", "write host:port, such as 10.0.0.5:7400 or [::1]:7400")
     if pattern == _pattern_of(Name):
         return Problem(path, f"{found!r} is not a name", _pattern_hint(Name))
-    if field and field.description:
-        return Problem(path, f"{found!r} does not fit", f"{path[-1]}: {field.description} Pattern: {pattern}")
+    if field and field.examples:
+        return Problem(path, f"{found!r} is not a {path[-1]}", f"give one of: {', '.join(field.examples)}")
     return _plain(error)
+
+
+def _example(field: FieldInfo) -> str:
+    """What may stand after the key: the field's own example, or a group of what is required in it."""
+    if field.examples:
+        return str(field.examples[0])
+    group = field.annotation
+    assert isinstance(group, type), "a required value that is no group has an example"
+    assert issubclass(group, BaseModel)
+    required = {name: inner for name, inner in group.model_fields.items() if inner.is_required()}
+    return "{" + ", ".join(f"{name}: {_example(inner)}" for name, inner in required.items()) + "}"
 
 
 def _pattern_of(annotated: Any) -> str:

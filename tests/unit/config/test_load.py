@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
 from farfill.config.load import check_model_files, load_config
 from farfill.core.cluster import Role
@@ -33,7 +34,7 @@ def test_minimal_file_gives_defaults(cluster_file: Path):
 
 def test_unknown_key_names_line_and_suggests(cluster_file: Path):
     assert changed(cluster_file, "  site: near\nregistry", "  sitee: near\nregistry") == [
-        "4: gateway.site: required, but missing; add site: Site it runs at (near the users).",
+        "4: gateway.site: required, but missing; add it, such as site: near",
         "5: gateway.sitee: unknown key; did you mean site?",
     ]
 
@@ -58,6 +59,7 @@ def test_unknown_key_without_neighbour_lists_known_keys(cluster_file: Path):
             "kv_transfer: {compression: zst}",
             "compression: 'zst' is not one of none, lz4, zstd or auto; did you mean zstd?",
         ),
+        ("engine: {device: gpu}", "engine.device: 'gpu' is not a device; give one of: cpu, cuda, cuda:N, mps"),
         ("kv_transfer: 3", "kv_transfer: expected a group of keys, found 3; give a group of keys"),
         ("kv_transfer:", "kv_transfer: expected a group of keys, found nothing; give a value or remove the key"),
         ("routing: {circuit_breaker: {error_rate_limit: 0}}", "error_rate_limit: 0 is out of range; give more than 0"),
@@ -121,6 +123,32 @@ def test_bad_value_is_refused_with_a_fix(cluster_file: Path, section: str, expec
 def test_contradiction_is_refused_at_its_line(cluster_file: Path, old: str, new: str, expected: str):
     (line,) = changed(cluster_file, old, new)
     assert expected in line
+
+
+@pytest.mark.parametrize("section", ["model", "gateway", "registry", "workers", "tls", "tickets"])
+def test_missing_section_comes_with_an_example_that_works(cluster_file: Path, section: str):
+    parts = yaml.safe_load(cluster_file.read_text())
+    del parts[section]
+    (line,) = complaints(cluster_file, yaml.safe_dump(parts))
+    told, _, example = line.partition("; add it, such as ")
+    assert told == f"1: {section}: required, but missing"
+    cluster_file.write_text(yaml.safe_dump(parts) + example + "\n")
+    assert section in load_config(cluster_file).config.model_dump(exclude_defaults=True)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "example"),
+    [("name: tiny", "name: ''", "name: my-model"), ("path: model", "", "path: models/my-model")],
+)
+def test_missing_or_empty_value_comes_with_an_example(cluster_file: Path, old: str, new: str, example: str):
+    (line,) = changed(cluster_file, old, new)
+    assert line.endswith(f"such as {example}")
+
+
+def test_no_workers_at_all_is_refused_with_an_example(cluster_file: Path):
+    parts = {**yaml.safe_load(cluster_file.read_text()), "workers": {}}
+    (line,) = complaints(cluster_file, yaml.safe_dump(parts))
+    assert "workers: is empty; fill it in, such as workers: {decode-near: {role: decode" in line
 
 
 def test_all_problems_come_at_once_in_line_order(cluster_file: Path):
