@@ -26,12 +26,19 @@ def up(smollm2_folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[
     """(process, file with its output, API port) of a started `farfill up` that is still starting its cluster."""
     del smollm2_folder  # fetched, so that nothing is downloaded here
     (port,) = free_ports(1)
+    with _started(["up", "--port", str(port)], tmp_path) as (process, output):
+        yield process, output, port
+
+
+@contextlib.contextmanager
+def _started(arguments: list[str], tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """A `farfill` command whose temporary files lie in `tmp_path/scratch`, and the file with its output."""
     output = tmp_path / "output.txt"
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "farfill.cli.main", "up", "--port", str(port)],
+            [sys.executable, "-m", "farfill.cli.main", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -39,7 +46,7 @@ def up(smollm2_folder: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[
             start_new_session=True,
         )
     try:
-        yield process, output, port
+        yield process, output
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -78,6 +85,23 @@ def test_up_interrupted_while_starting_leaves_nothing(
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     process.wait(STOP_DEADLINE_S)
+    assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["up", "parity"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_told_to_stop_while_starting_leaves_nothing(
+    smollm2_folder: Path, tmp_path: Path, command: str, number: signal.Signals, code: int
+) -> None:
+    del smollm2_folder
+    with _started([command, "--once" if command == "up" else "--up"], tmp_path) as (process, output):
+        _wait_for(process, output, "starting")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 4
+        assert list((tmp_path / "scratch").glob("farfill-up-*/pki/*.key"))
+        process.send_signal(number)
+        assert process.wait(STOP_DEADLINE_S) == code, output.read_text()
     assert not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in children)
     assert list((tmp_path / "scratch").iterdir()) == []
 

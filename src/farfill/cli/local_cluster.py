@@ -23,7 +23,7 @@ from farfill.cli.child import Child
 from farfill.cli.local_ports import HOST, free_ports
 from farfill.cli.pki import create_pki, members_of
 from farfill.config.load import load_config
-from farfill.core.errors import FarfillError
+from farfill.core.errors import ConfigError, FarfillError
 
 DECODE = "decode-near"
 PREFILL = "prefill-far"
@@ -50,7 +50,9 @@ class LocalPlan:
     chunk_tokens: int = 512
     timeout_ms: int = 15_000
     dtype: str = "float32"
-    kv_cache_mb: int = 1024
+    # 10 chats of a whole context of SmolLM2 in float32 at a time: without max_tokens a chat reserves all of it. The
+    # pages are mapped, and cost memory only once they are used.
+    kv_cache_mb: int = 4096
     overrides: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -114,12 +116,11 @@ class LocalCluster:
             self._stop([child for child in self._children if child.name != "registry"], STOP_S)
             self._stop(self._children, STOP_S / 2)
         finally:
-            for child in self._children:
-                if child.exit_code is None:
-                    child.signal(signal.SIGKILL)
-                    child.wait(STOP_S)
-            self._save_logs()
-            shutil.rmtree(self._folder, ignore_errors=True)
+            try:
+                self._kill()
+                self._save_logs()
+            finally:
+                shutil.rmtree(self._folder, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self
@@ -137,12 +138,30 @@ class LocalCluster:
         for child in children:
             child.wait(max(0.0, deadline_s - time.monotonic()))
 
+    def _kill(self) -> None:
+        for child in self._children:
+            if child.exit_code is None:
+                child.signal(signal.SIGKILL)
+                child.wait(STOP_S)
+
     def _save_logs(self) -> None:
         if self._keep_logs is None:
             return
-        self._keep_logs.mkdir(parents=True, exist_ok=True)
-        for log_file in self._folder.glob("*.log"):
-            shutil.copy(log_file, self._keep_logs)
+        try:
+            for log_file in self._folder.glob("*.log"):
+                shutil.copy(log_file, self._keep_logs)
+        except OSError as error:
+            raise FarfillError(f"cannot copy the logs to {self._keep_logs}: {error}", reason="logs_not_kept") from error
+
+
+def prepare_logs_folder(folder: Path) -> None:
+    """Make `folder` for logs. Raises ConfigError when it cannot be made or written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"cannot keep logs in {folder}: {error.strerror}; choose another --keep-logs") from error
 
 
 def cluster_values(plan: LocalPlan) -> dict[str, Any]:
@@ -155,7 +174,8 @@ def cluster_values(plan: LocalPlan) -> dict[str, Any]:
         "engine": {
             "threads": max(1, (os.cpu_count() or 2) // 2),
             "kv_cache_mb": plan.kv_cache_mb,
-            "prefix_cache_mb": plan.kv_cache_mb // 4,
+            # Unlike what requests reserve, this fills up and stays.
+            "prefix_cache_mb": min(256, plan.kv_cache_mb // 4),
         },
         "gateway": {"site": "near", "listen": f"{HOST}:{plan.port}"},
         "registry": {"site": "near", "listen": registry},

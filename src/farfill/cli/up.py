@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -15,12 +14,13 @@ from rich.console import Console
 from farfill.cli import demo_prompts
 from farfill.cli.demo import DemoAnswer, DemoPrompt, ask
 from farfill.cli.demo_report import report as demo_report
-from farfill.cli.local_cluster import ChildDiedError, LocalCluster, LocalPlan
+from farfill.cli.local_cluster import ChildDiedError, LocalCluster, LocalPlan, prepare_logs_folder
 from farfill.cli.local_ports import free_ports, port_is_free
 from farfill.cli.local_ready import until_ready
 from farfill.cli.model_catalog import ModelSource
 from farfill.cli.model_store import fetch, find_source
 from farfill.cli.progress import progress
+from farfill.cli.stoppable import run_stoppable
 from farfill.core.errors import ConfigError, FarfillError
 
 DEFAULT_PORT = 8000
@@ -40,12 +40,14 @@ def up(  # noqa: PLR0917 - options, never positional
     ] = False,
 ) -> None:
     """Start a two-site cluster here, send a long and a short prompt, and show what happened."""
+    if keep_logs is not None:
+        prepare_logs_folder(keep_logs)
     source = find_source(model)
     with progress(console) as report:
         folder = fetch(source, accept_terms=accept_gemma_terms, report=report)
     plan = LocalPlan(model_name=source.folder, model_dir=folder, port=_choose_port(port), threshold_tokens=threshold)
     try:
-        good = asyncio.run(_run(plan, source, once=once, keep_logs=keep_logs))
+        good = run_stoppable(_run(plan, source, once=once, keep_logs=keep_logs))
     except ChildDiedError as error:
         for line in error.tail:
             console.print(f"[dim]{error.name}:[/] ", end="")
@@ -70,11 +72,6 @@ def _choose_port(wanted: int | None) -> int:
 
 async def _run(plan: LocalPlan, source: ModelSource, *, once: bool, keep_logs: Path | None) -> bool:
     """Returns whether both prompts were served as placed. The cluster is gone when it returns or raises."""
-    main = asyncio.current_task()
-    assert main is not None
-    # Like Ctrl-C: the cluster must go when we are told to, however we are told.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        asyncio.get_running_loop().add_signal_handler(number, main.cancel)
     staying = False
     try:
         with LocalCluster(plan, keep_logs=keep_logs) as cluster:
