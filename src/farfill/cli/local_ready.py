@@ -34,10 +34,12 @@ async def _until_all(cluster: LocalCluster, report: Callable[[str], None]) -> No
         while True:
             cluster.check()
             ready = await _ready_roles(session)
-            for name in sorted(ready - told):
-                report(f"{name} is ready")
+            new, missing = sorted(ready - told), sorted({"gateway", DECODE, PREFILL} - ready)
+            if new:
+                # On a terminal this is shown until the next step, so it says what that one waits for.
+                report(f"{', '.join(new)} ready" + (f"; waiting for {', '.join(missing)}" if missing else ""))
             told |= ready
-            if ready >= {"gateway", DECODE, PREFILL}:
+            if not missing:
                 return
             await asyncio.sleep(POLL_S)
 
