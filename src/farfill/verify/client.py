@@ -93,14 +93,21 @@ class GatewayClient:
         """The model offered; asked for once."""
         if self._model is None:
             body = await self._json("GET", "/v1/models")
-            first = body["data"][0]
-            self._model = ServedModel(first["id"], first["max_model_len"])
+            try:
+                first = body["data"][0]
+                self._model = ServedModel(first["id"], first["max_model_len"])
+            except (LookupError, TypeError):
+                raise GatewayRefusedError(f"no Farfill gateway at {self.url}", status=200, code="unknown") from None
         return self._model
 
     async def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`."""
         body = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": add_special_tokens})
         return body["tokens"]
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`; the gateway refuses ids that are not in the vocabulary."""
+        return (await self._json("POST", "/detokenize", {"tokens": list(token_ids)}))["prompt"]
 
     async def complete(self, generation: Generation, *, request_id: str | None = None) -> Answer:
         """Run `generation` to its end, not streamed."""
@@ -148,7 +155,14 @@ class GatewayClient:
                 if response.status >= 400:
                     raise _refused(response.status, await response.read())
                 yield response
-        except (aiohttp.ClientConnectionError, TimeoutError, asyncio.IncompleteReadError) as error:
+        except (aiohttp.ContentTypeError, msgspec.DecodeError) as error:
+            raise GatewayRefusedError(f"no Farfill gateway at {self.url}", status=200, code="unknown") from error
+        except (
+            aiohttp.ClientConnectionError,
+            aiohttp.ClientPayloadError,
+            TimeoutError,
+            asyncio.IncompleteReadError,
+        ) as error:
             raise GatewayUnreachableError(
                 f"no answer from the gateway at {self.url}: {error or type(error).__name__}"
             ) from error

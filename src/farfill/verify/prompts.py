@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 
 from farfill.core.errors import ConfigError
-from farfill.verify.client import GatewayClient
+from farfill.verify.client import GatewayClient, GatewayRefusedError
 from farfill.verify.corpus import Corpus, corpus_of, corpus_text
 
 DEFAULT_LENGTHS = (16, 300, 2_000, 6_000)
 DEFAULT_OUTPUT_TOKENS = 64
+_BAD_REQUEST = 400
 
 
 class PromptFileError(ConfigError):
@@ -91,15 +92,26 @@ def corpus_cases(
 
 
 async def file_cases(client: GatewayClient, path: Path, *, max_tokens: int, context_tokens: int) -> list[ParityCase]:
-    """Both sampling modes of each prompt of a file."""
+    """Both sampling modes of each prompt of a file. Raises PromptFileError naming the line the model cannot take."""
     cases: list[ParityCase] = []
     for number, entry in read_prompt_file(path):
         token_ids = entry.token_ids
         if token_ids is None:
             token_ids = await client.tokenize(entry.prompt or "", add_special_tokens=True)
+        else:
+            await _check_vocabulary(client, f"{path}:{number}", token_ids)
         output = entry.max_tokens or max_tokens
         cases += _both_modes(f"{path.name}:{number}", tuple(token_ids), output, number, context_tokens)
     return cases
+
+
+async def _check_vocabulary(client: GatewayClient, where: str, token_ids: Sequence[int]) -> None:
+    try:
+        await client.detokenize(token_ids)
+    except GatewayRefusedError as error:
+        if error.status != _BAD_REQUEST:
+            raise
+        raise PromptFileError(f"{where}: the model does not have these token ids: {error}") from error
 
 
 def _checked(line: str) -> FilePrompt:

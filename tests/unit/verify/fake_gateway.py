@@ -12,6 +12,7 @@ from farfill.gateway.records import RequestRecord
 from farfill.wire.control import StartEvent
 
 CONTEXT_TOKENS = 512
+VOCABULARY = 97
 
 
 @dataclass
@@ -28,6 +29,7 @@ class FakeGateway:
         app = web.Application()
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/v1/farfill/requests/{request_id}", self._record)
         return app
@@ -39,6 +41,13 @@ class FakeGateway:
         body = await request.json()
         ids = [2 + ord(char) % 50 for char in body["prompt"]]
         return web.json_response({"tokens": [1, *ids] if body["add_special_tokens"] else ids})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if not all(0 <= token < VOCABULARY for token in body["tokens"]):
+            message = f"tokens: ids are from 0 to {VOCABULARY - 1}"
+            return web.json_response({"error": {"message": message, "code": "invalid_request"}}, status=400)
+        return web.json_response({"prompt": "x" * len(body["tokens"])})
 
     async def _complete(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -78,6 +78,16 @@ async def test_file_cases_tokenize_text_and_take_token_ids_as_they_are(client: G
     assert [bool(case.skip) for case in greedy] == [False, False, True]
 
 
+@pytest.mark.parametrize("token_id", [-1, 97, 10**9])
+async def test_file_cases_with_a_token_id_out_of_range_name_the_line(
+    client: GatewayClient, tmp_path: Path, token_id: int
+) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(f'{{"token_ids": [9, 96]}}\n{{"token_ids": [9, {token_id}]}}\n')
+    with pytest.raises(PromptFileError, match=r"prompts\.jsonl:2: .*ids are from 0 to 96"):
+        await file_cases(client, path, max_tokens=64, context_tokens=512)
+
+
 async def test_load_corpus_finds_the_leading_special_token(client: GatewayClient) -> None:
     corpus = await load_corpus(client)
     assert corpus.specials == (1,)
