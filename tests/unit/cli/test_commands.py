@@ -79,3 +79,52 @@ def test_wrong_call_exits_2(monkeypatch, capsys):
 def test_version_is_printed(monkeypatch, capsys):
     assert call(monkeypatch, "version") == 0
     assert capsys.readouterr().out.startswith("farfill ")
+
+
+@pytest.mark.parametrize("url", ["notaurl", "ftp://x", "http://", "http://host:99999", "http://[::1", ""])
+def test_parity_refuses_what_is_no_url_in_one_line(monkeypatch, capsys, url: str):
+    assert call(monkeypatch, "parity", "--gateway", url) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"farfill: --gateway takes a URL such as http://127.0.0.1:8000, not {url!r}"
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--up", "--gateway", "http://127.0.0.1:1"], ["--up", "--gateway"]),
+        (["--up", "--config", "c.yaml"], ["--up", "--config"]),
+        (["--gateway", "http://127.0.0.1:1", "--config", "c.yaml"], ["--gateway", "--config"]),
+        (["--model", "smollm2", "--config", "c.yaml"], ["--model", "without --up"]),
+        (["--dtype", "float32", "--accept-gemma-terms"], ["--dtype", "--accept-gemma-terms", "without --up"]),
+    ],
+)
+def test_parity_refuses_options_that_contradict_each_other(monkeypatch, capsys, options, named):
+    assert call(monkeypatch, "parity", *options) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert all(name in line for name in named)
+
+
+def test_up_refuses_a_folder_for_logs_that_cannot_be_made(monkeypatch, capsys, tmp_path: Path):
+    (tmp_path / "file").touch()
+    assert call(monkeypatch, "up", "--keep-logs", str(tmp_path / "file" / "logs")) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot keep logs in" in line
+    assert "Not a directory" in line
+
+
+def test_check_says_what_it_did_not_look_at(monkeypatch, capsys, cluster_file: Path):
+    assert call(monkeypatch, "config", "check", str(cluster_file), "--no-files") == 0
+    assert "Secrets and certificates were not looked at" in capsys.readouterr().out
+
+
+def test_example_suits_the_cpu_it_names():
+    values = yaml.safe_load(EXAMPLE.read_text())
+    assert values["engine"]["device"] == "cpu"
+    assert values["prefill"]["chunked_prefill_tokens"] == 512
+    assert values["kv_transfer"]["timeout_ms"] == 15_000
+
+
+@pytest.mark.parametrize(("days", "told"), [("1", "valid for 1 day\n"), ("2", "valid for 2 days\n")])
+def test_pki_init_says_how_long_in_words_that_fit(monkeypatch, capsys, cluster_file: Path, days: str, told: str):
+    assert call(monkeypatch, "pki", "init", "--config", str(cluster_file), "--days", days) == 0
+    assert told in capsys.readouterr().out
