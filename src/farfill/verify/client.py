@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -155,7 +156,7 @@ class GatewayClient:
                 if response.status >= 400:
                     raise _refused(response.status, await response.read())
                 yield response
-        except (aiohttp.ContentTypeError, msgspec.DecodeError) as error:
+        except (aiohttp.ContentTypeError, json.JSONDecodeError, msgspec.DecodeError) as error:
             raise GatewayRefusedError(f"no Farfill gateway at {self.url}", status=200, code="unknown") from error
         except (
             aiohttp.ClientConnectionError,
