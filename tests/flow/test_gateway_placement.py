@@ -330,6 +330,20 @@ async def test_decode_down_is_503_with_retry_after(gateway: Harness) -> None:
     assert int(response.headers["Retry-After"]) >= 1
 
 
+async def test_ready_is_503_while_no_decode_can_be_reached(gateway: Harness) -> None:
+    await gateway.decode.stop()
+    assert (await gateway.get("/ready"))[0] == 200  # the registry lists it and nobody tried yet
+    await gateway.post(COMPLETIONS, body(SHORT))
+    status, answer, _ = await gateway.get("/ready")
+    assert status == 503
+    assert "reachable" in answer["missing"]
+    second = await with_second_decode(gateway)
+    try:
+        assert (await gateway.get("/ready"))[0] == 200
+    finally:
+        await second.stop()
+
+
 async def test_generation_that_fails_before_anything_was_sent_is_5xx(gateway: Harness) -> None:
     gateway.decode.fail_after_events = 1
     status, answer, _ = await gateway.post(COMPLETIONS, body(SHORT, stream=True))

@@ -1,4 +1,4 @@
-"""Breakers and latency estimates of all prefill instances, shared by every request of this gateway.
+"""Breakers and latency estimates of prefill instances, and which decode instances cannot be reached.
 
 A restarted worker (another generation) starts with a clean record.
 """
@@ -36,6 +36,33 @@ class Trial:
     probe: bool
     tokens: int
     began_s: float
+
+
+class DecodeReach:
+    """Decode instances to which the last connection failed. Owned by the event loop.
+
+    A mark lasts one lease of the registry: by then it has dropped a worker that is gone, and one that is still
+    listed deserves another try. A restarted worker has no mark.
+    """
+
+    def __init__(self, lease_s: float, clock: Clock) -> None:
+        self._lease_s = lease_s
+        self._clock = clock
+        self._until_s: dict[tuple[str, str], float] = {}
+
+    def tried(self, instance: Instance, *, reached: bool) -> None:
+        """How connecting to `instance` went."""
+        now_s = self._clock.now_s()
+        self._until_s = {key: until_s for key, until_s in self._until_s.items() if until_s > now_s}
+        key = (instance.name, instance.generation)
+        if reached:
+            self._until_s.pop(key, None)
+        else:
+            self._until_s[key] = now_s + self._lease_s
+
+    def lost(self, instance: Instance) -> bool:
+        """Whether `instance` could not be reached a moment ago."""
+        return self._until_s.get((instance.name, instance.generation), 0.0) > self._clock.now_s()
 
 
 class PrefillHealth:

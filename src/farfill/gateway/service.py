@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from farfill.clock import Clock, WallClock
 from farfill.config.model import ClusterConfig
 from farfill.gateway.background import BackgroundWork
-from farfill.gateway.health import PrefillHealth
+from farfill.gateway.health import DecodeReach, PrefillHealth
 from farfill.gateway.identity import server_name
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver, SilentObserver
@@ -50,6 +50,7 @@ class GatewayService:
     admission: Admission
     placer: Placer
     health: PrefillHealth
+    reach: DecodeReach
     work: OutstandingWork
     dispatcher: Dispatcher
     records: RequestRecords
@@ -76,6 +77,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         server_name=server_name,
     )
     health = PrefillHealth(config.routing.circuit_breaker, deps.clock, deps.observer)
+    reach = DecodeReach(config.registry.lease_s, deps.clock)
     work = OutstandingWork()
     placer = Placer(config, deps.membership, health, work)
     dispatcher = Dispatcher(
@@ -83,6 +85,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         client=client,
         placer=placer,
         health=health,
+        reach=reach,
         work=work,
         sign_ticket=deps.sign_ticket,
         clock=deps.clock,
@@ -94,6 +97,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         admission=Admission(config.gateway.max_concurrent_requests),
         placer=placer,
         health=health,
+        reach=reach,
         work=work,
         dispatcher=dispatcher,
         records=RequestRecords(),

@@ -85,9 +85,9 @@ class InfoHandler:
         return _json({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
-        if self._service.placer.decode_ready():
+        if self._service.placer.decode_ready(self._service.reach.lost):
             return _json({"status": "ready"})
-        missing = f"no decode instance of {self._config.model.name} is ready"
+        missing = f"no decode instance of {self._config.model.name} is ready and reachable"
         return _json({"status": "not ready", "missing": missing}, 503)
 
     async def _version(self, _: web.Request) -> web.Response:

@@ -17,7 +17,7 @@ from farfill.config.model import ClusterConfig
 from farfill.core.cluster import FallbackReason, Instance, Placement
 from farfill.core.errors import FarfillError, ProtocolError, UnavailableError
 from farfill.core.ticket import Ticket
-from farfill.gateway.health import PrefillHealth
+from farfill.gateway.health import DecodeReach, PrefillHealth
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.generation import Generation, Job, failed
@@ -58,6 +58,7 @@ class Dispatcher:
     client: WorkerClient
     placer: Placer
     health: PrefillHealth
+    reach: DecodeReach
     work: OutstandingWork
     sign_ticket: SignTicket
     clock: Clock
@@ -132,8 +133,12 @@ class Dispatcher:
         stream: DecodeStream | None = None
         try:
             stream = await self.client.decode(placement.decode, self._decode_command(job, token, prefill))
+            self.reach.tried(placement.decode, reached=True)
             start, first = await _first_tokens(stream, placement.decode)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, WorkerConnectionError | WorkerAnswerError):
+                answered = isinstance(error, WorkerAnswerError) or error.reached
+                self.reach.tried(placement.decode, reached=answered)
             if stream is not None:
                 stream.close()
             if leg is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,9 +64,9 @@ class Placer:
         self._work = work
         self._index = PrefixIndex(MAX_KEYS_PER_INSTANCE if config.engine.prefix_cache_mb else 0)
 
-    def decode_ready(self) -> bool:
-        """Whether any decode instance can take a request."""
-        return bool(ready_decode(self._membership.instances(), self._model))
+    def decode_ready(self, lost: Callable[[Instance], bool]) -> bool:
+        """Whether any decode instance that is not `lost` can take a request."""
+        return any(not lost(i) for i in ready_decode(self._membership.instances(), self._model))
 
     def context_tokens(self, model_limit: int) -> int:
         """The longest context that can be served now: the model's, or less when all workers offer less."""
