@@ -260,6 +260,8 @@ async def _answer(end: End, request: dict[str, Any], answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
-    setup_logging(os.environ.get("FARFILL_BENCH_VERBOSE") or "error", "text", role=sys.argv[1], site="bench", name="bench")
+    setup_logging(
+        os.environ.get("FARFILL_BENCH_VERBOSE") or "error", "text", role=sys.argv[1], site="bench", name="bench"
+    )
     given = msgspec.json.decode(sys.argv[2], type=EndOptions)
     asyncio.run(serve(ReceivingEnd(given) if sys.argv[1] == "receive" else SendingEnd(given)))
