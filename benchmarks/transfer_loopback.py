@@ -86,9 +86,10 @@ def main() -> int:
         if "nixl_raised" in moved:
             figures.reported(f"loopback_{encryption}_vs_nixl_raised", own / rate(moved["nixl_raised"]))
         figures.reported(f"loopback_{encryption}_gbyte_per_s", own / 8e9)
+    for name, results in moved.items():
         for side in ("sender", "receiver"):
-            used = [getattr(one, f"{side}_cpu_s") / (one.nbytes * 8e-9) for one in moved[encryption]]
-            figures.reported(f"loopback_{encryption}_{side}_cores_per_gbit_s", median(used))
+            used = [getattr(one, f"{side}_cpu_s") / (one.nbytes * 8e-9) for one in results]
+            figures.reported(f"loopback_{name}_{side}_cores_per_gbit_s", median(used))
     note(f"load average at the end {os.getloadavg()[0]:.2f}")
     return figures.exit_code
 

@@ -100,16 +100,18 @@ async def _serve(
     loaded: LoadedConfig, name: str, listen: str | None, transfer_listen: str | None, stop: asyncio.Event
 ) -> None:
     config, worker, tls = loaded.config, loaded.config.workers[name], read_tls(loaded, name)
-    assert worker.transfer_listen is not None, "checked by the config model"
+    transfer_address = transfer_listen or worker.transfer_listen
+    if transfer_address is None:
+        raise ConfigError(f"{loaded.path}: {name} dials itself; the far side dials to measure: say --transfer-listen")
     server = LinkServer(
         cluster=config.cluster,
         name=name,
-        listen=transfer_listen or worker.transfer_listen,
+        listen=transfer_address,
         pems=(tls.cert_pem, tls.key_pem, tls.ca_pem),
         config=config.kv_transfer,
         codecs=await asyncio.to_thread(measure_here),
     )
-    await server.start(_host(transfer_listen, worker.transfer_advertise or worker.transfer_listen))
+    await server.start(_host(transfer_address, worker.transfer_advertise or worker.advertise or worker.listen))
     try:
         async with http_server(plain_runner(server.app()), listen or worker.listen, server_tls(tls)):
             log.info("link_ready")
@@ -118,9 +120,9 @@ async def _serve(
         await server.close()
 
 
-def _host(override: str | None, advertised: str) -> str:
-    """The host others reach: that of `override`, unless it is a wildcard."""
-    host = split_address(override or advertised)[0]
+def _host(listen: str, advertised: str) -> str:
+    """The host others reach: the one that is listened at, unless it is a wildcard."""
+    host = split_address(listen)[0]
     if host in ("0.0.0.0", "::"):  # noqa: S104 (compared, not bound)
         host = split_address(advertised)[0]
     return f"[{host}]" if ":" in host else host

@@ -1,0 +1,95 @@
+"""Both sides of `farfill link` on loopback: a measurement from end to end, and who may ask the near side for what."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from farfill.config.model import KVTransferConfig
+from farfill.verify.link import (
+    LAYOUT,
+    MAX_TRANSFER_BYTES,
+    Ends,
+    LinkMeasurement,
+    LinkTestError,
+)
+from farfill.verify.link_codecs import measure_here
+from farfill.verify.link_serve import MAX_EXPECTED, LinkServer
+from support.pki import CLUSTER, Pki, make_pki
+
+NEAR, FAR = "decode-near", "prefill-far"
+
+
+@pytest.fixture
+def pki(tmp_path: Path) -> Pki:
+    return make_pki(tmp_path / "pki")
+
+
+@contextlib.asynccontextmanager
+async def near_side(pki: Pki) -> AsyncIterator[tuple[LinkServer, str]]:
+    server = LinkServer(
+        cluster=CLUSTER,
+        name=NEAR,
+        listen="127.0.0.1:0",
+        pems=pki.name(NEAR).pems,
+        config=KVTransferConfig(),
+        codecs=measure_here(),
+    )
+    await server.start("127.0.0.1")
+    runner = web.AppRunner(server.app(), access_log=None)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=pki.name(NEAR).server())
+        await site.start()
+        host, port = runner.addresses[0][:2]
+        yield server, f"{host}:{port}"
+    finally:
+        await runner.cleanup()
+        await server.close()
+    assert server.expected == 0
+
+
+def measurement(pki: Pki, control: str, name: str = FAR, role: str = "prefill") -> LinkMeasurement:
+    ends = Ends(
+        cluster=CLUSTER, source=name, target=NEAR, control=control, pems=pki.name(name, role=role, site="far").pems
+    )
+    return LinkMeasurement(ends, KVTransferConfig(), seconds=0.2, connections=(1, 2), report=lambda _: None)
+
+
+async def test_a_measurement_tells_everything_it_is_for(pki: Pki):
+    async with near_side(pki) as (server, control):
+        report = await measurement(pki, control).run()
+        assert server.expected == 0
+    assert [step.connections for step in report.steps] == [1, 2]
+    assert all(step.bits_per_s > 1e6 for step in report.steps)
+    assert report.best.connections in (1, 2)
+    assert 0 < report.rtt_ms < 1000
+    assert report.codecs_target.keys() == report.codecs_source.keys() == {"lz4", "zstd"}
+    assert all(rates.ratio > 1 for rates in report.codecs_source.values())
+    assert max(rate for _, rate in report.samples) > 0
+
+
+async def test_another_role_may_not_measure(pki: Pki):
+    async with near_side(pki) as (_, control):
+        with pytest.raises(LinkTestError, match="403 only prefill workers of test"):
+            await measurement(pki, control, name="gateway", role="gateway").run()
+
+
+async def test_transfers_are_bounded_in_size_and_number(pki: Pki):
+    most = MAX_TRANSFER_BYTES // LAYOUT.bytes_per_token
+    async with near_side(pki) as (server, control):
+        connector = aiohttp.TCPConnector(ssl=pki.name(FAR, role="prefill", site="far").client())
+        async with aiohttp.ClientSession(f"https://{control}", connector=connector) as session:
+
+            async def status(num_tokens: int) -> int:
+                async with session.post(f"/v1/link/tickets/{num_tokens}") as response:
+                    return response.status
+
+            assert [await status(count) for count in (0, most + 1)] == [400, 400]
+            assert [await status(1) for _ in range(MAX_EXPECTED + 1)] == [200] * MAX_EXPECTED + [429]
+        assert server.expected == MAX_EXPECTED
