@@ -41,11 +41,12 @@ LIMIT = 1.15
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One offloaded request. `kv_bytes` passed the relay."""
+    """One offloaded request. `kv_bytes` passed the relay, chunks that were sent again included."""
 
     ttft_s: float
     prefill_s: float
     kv_bytes: int
+    resent_chunks: int
 
 
 async def main() -> int:
@@ -123,7 +124,12 @@ async def _offloaded(client: GatewayClient, relay: Relay, prompt: tuple[int, ...
     record = await client.record(answer.request_id)
     if record.placement != "remote" or record.fallback != "none" or record.prefill is None:
         raise RuntimeError(f"not prefilled far away: {record}")
-    return Run(ttft_s=first_s - sent_s, prefill_s=record.prefill.prefill_s, kv_bytes=relay.up.bytes - before)
+    return Run(
+        ttft_s=first_s - sent_s,
+        prefill_s=record.prefill.prefill_s,
+        kv_bytes=relay.up.bytes - before,
+        resent_chunks=record.prefill.resent_chunks,
+    )
 
 
 def _arguments() -> argparse.Namespace:
@@ -133,7 +139,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _told(run: Run) -> str:
-    return f"prefill {run.prefill_s:.2f} s, TTFT {run.ttft_s:.2f} s, KV {run.kv_bytes / 1e6:.1f} MB"
+    again = f" ({run.resent_chunks} chunks again)" if run.resent_chunks else ""
+    return f"prefill {run.prefill_s:.2f} s, TTFT {run.ttft_s:.2f} s, KV {run.kv_bytes / 1e6:.1f} MB{again}"
 
 
 if __name__ == "__main__":

@@ -140,6 +140,12 @@ class Relay:
         await asyncio.gather(*others, return_exceptions=True)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # Cancelled by `close` only; asyncio of Python 3.11 logs an error about a handler that ends cancelled.
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._forward(reader, writer)
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert self._flowing is not None
         self.connections_accepted += 1
         self._writers[writer] = None
         far: asyncio.StreamWriter | None = None
@@ -158,7 +164,8 @@ class Relay:
                 group.create_task(self._read(far_reader, pipes[1]))
                 group.create_task(self._write(writer, pipes[1]))
         except* (OSError, asyncio.IncompleteReadError):
-            pass  # one side is gone: so is the other
+            # One side is gone: so is the other, once it can hear of it. A reset does not pass a blackhole either.
+            await self._flowing.wait()
         finally:
             self._pipes.pop(writer, None)
             for end in (writer, far):
