@@ -61,8 +61,15 @@ class Executor(Protocol):
 
     def allocate(self, capacity_tokens: int) -> SequenceKV: ...
 
-    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
-        """Add the KV of one prefill chunk, which starts at `kv.tokens`."""
+    def prefill(
+        self, kv: SequenceKV, token_ids: Sequence[int], layer_done: Callable[[int], None] | None = None
+    ) -> None:
+        """Add the KV of one prefill chunk, which starts at `kv.tokens`.
+
+        `layer_done(i)` is called, in order, as soon as this chunk's rows of the growing tensors of decoder layer i
+        are final: `kv.read` may read them from then on, although `kv.tokens` counts them only when prefill returns.
+        Windows and states are not final before that. What it raises ends the step, and prefill raises it.
+        """
         ...
 
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:

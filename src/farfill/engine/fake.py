@@ -79,6 +79,8 @@ class FakeKV:
         self.layout = layout
         self.capacity_tokens = capacity_tokens
         self.tokens = 0
+        # Rows written so far, by layer: a prefill step completes one layer after the other.
+        self.written: dict[int, int] = {}
         self.buffers = [allocate_bytes(capacity_tokens * t.row_bytes) for t in layout.tensors]
 
     def place(self, tensor: int, start_token: int, end_token: int) -> memoryview:
@@ -92,7 +94,9 @@ class FakeKV:
 
     def read(self, tensor: int, start_token: int, end_token: int) -> memoryview:
         """Read-only bytes of present rows."""
-        assert end_token <= self.tokens, f"rows up to {end_token} wanted, {self.tokens} present"
+        layout = self.layout.tensors[tensor]
+        present = max(self.tokens, self.written.get(layout.layer, 0) if layout.kind.grows else 0)
+        assert end_token <= present, f"rows up to {end_token} wanted, {present} present"
         return self.place(tensor, start_token, end_token).toreadonly()
 
     def fork(self) -> FakeKV:
@@ -106,16 +110,27 @@ class FakeKV:
     def truncate(self, tokens: int) -> None:
         """Forget the rows after the first `tokens` tokens."""
         self.tokens = tokens
+        self.written.clear()
 
     def append(self, token: int) -> None:
         """Add one token's rows."""
-        at = self.tokens
+        for layer in self.layout_layers:
+            self.write(layer, self.tokens, token)
+        self.tokens += 1
+
+    def write(self, layer: int, at: int, token: int) -> None:
+        """Write the rows of token number `at` in one layer; they need those before it in tensor 0."""
         before = bytes(self.place(0, at - 1, at)) if at else b""
         for i, tensor in enumerate(self.layout.tensors):
-            person = f"{i}:{at}".encode()
-            row = blake2b(before + token.to_bytes(4, "little"), digest_size=tensor.row_bytes, person=person)
-            self.place(i, at, at + 1)[:] = row.digest()
-        self.tokens = at + 1
+            if tensor.layer == layer:
+                person = f"{i}:{at}".encode()
+                row = blake2b(before + token.to_bytes(4, "little"), digest_size=tensor.row_bytes, person=person)
+                self.place(i, at, at + 1)[:] = row.digest()
+
+    @property
+    def layout_layers(self) -> list[int]:
+        """The layers that keep anything, in order."""
+        return sorted({tensor.layer for tensor in self.layout.tensors})
 
     def digest(self) -> int:
         """A number over all bytes attention may look at."""
@@ -142,13 +157,21 @@ class FakeExecutor:
         """An empty sequence."""
         return FakeKV(self.layout, capacity_tokens)
 
-    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
-        """Add the tokens' rows."""
+    def prefill(
+        self, kv: SequenceKV, token_ids: Sequence[int], layer_done: Callable[[int], None] | None = None
+    ) -> None:
+        """Add the tokens' rows, layer by layer."""
         assert isinstance(kv, FakeKV)
         self.step("prefill")
-        for token in token_ids:
-            kv.append(token)
+        start = kv.tokens
+        for layer in kv.layout_layers:
+            for at, token in enumerate(token_ids, start):
+                kv.write(layer, at, token)
+            kv.written[layer] = start + len(token_ids)
             self.on_progress()
+            if layer_done is not None:
+                layer_done(layer)
+        kv.tokens = start + len(token_ids)
 
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
         """Add one token each; logits that favour printable characters and rarely end."""
