@@ -72,6 +72,13 @@ class KVTransferConfig(Section):
         le=10,
         description="How often one chunk is sent again after a negative acknowledgement or a lost connection.",
     )
+    continuations: int = Field(
+        default=2,
+        ge=0,
+        le=10,
+        description="How often another prefill worker continues a transfer whose sender failed, before the prompt is"
+        " prefilled near.",
+    )
     timeout_ms: int = Field(
         default=4000,
         ge=50,

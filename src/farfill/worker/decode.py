@@ -15,12 +15,17 @@ from aiohttp import web
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import CapacityError, FarfillError, InvalidRequestError, UnavailableError
 from farfill.core.sampling import SamplingParams
+from farfill.core.ticket import Ticket
 from farfill.engine.protocol import Engine, GenerateWork, KVSlot, PrefillStats, TokenEvent
 from farfill.telemetry.metrics import WorkerMetrics
-from farfill.transfer.protocol import ExpectedTransfer, ReceiveResult, TransferReceiver
+from farfill.transfer.handover import Handover, HandoverResult
+from farfill.transfer.handover_machine import NextSender
+from farfill.transfer.protocol import TransferReceiver
 from farfill.transfer.tickets import TicketVerifier
 from farfill.wire.control import (
     CONTENT_TYPE,
+    ContinueCommand,
+    ContinueReply,
     DecodeCommand,
     EndEvent,
     FailedEvent,
@@ -29,6 +34,7 @@ from farfill.wire.control import (
     SamplingMessage,
     StartEvent,
     TokensEvent,
+    TransferStatus,
 )
 from farfill.wire.events import encode_event
 from farfill.worker.http import message_response, read_message
@@ -36,6 +42,8 @@ from farfill.worker.pending import PendingTransfers
 from farfill.worker.sinks import TokenQueue
 
 log = structlog.get_logger()
+
+MAX_STATUS_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +53,7 @@ class PromptKV:
     slot: KVSlot | None = None
     valid_tokens: int = 0
     held_tokens: int = 0
-    received: ReceiveResult | None = None
+    received: HandoverResult | None = None
     fallback: FallbackReason = FallbackReason.NONE
     detail: str = ""
     wait_s: float = 0.0
@@ -53,7 +61,7 @@ class PromptKV:
 
 @dataclass(frozen=True, slots=True)
 class DecodeService:
-    """POST /v1/decode and POST /v1/transfers/{id}/fail. A closed connection frees everything at once."""
+    """POST /v1/decode and what concerns its transfer. A closed connection frees everything at once."""
 
     name: str
     engine: Engine
@@ -90,6 +98,26 @@ class DecodeService:
         )
         return message_response(command)
 
+    async def continue_transfer(self, request: web.Request) -> web.StreamResponse:
+        """The gateway names another sender for what is missing, under a fresh ticket."""
+        command = await read_message(request, ContinueCommand)
+        sender = NextSender(self.verifier.verify(command.ticket), command.source)
+        transfer_id, reason = request.match_info["transfer_id"], _fallback_reason(command.reason)
+        held_bytes = await self.pending.proceed(transfer_id, sender, reason, command.detail)
+        return message_response(ContinueReply(held_bytes=held_bytes))
+
+    async def transfer_status(self, request: web.Request) -> web.StreamResponse:
+        """Answers once the transfer's sender is not listened to any more, at most `wait_s` from now."""
+        try:
+            wait_s = min(max(float(request.query.get("wait_s", "0")), 0.0), MAX_STATUS_WAIT_S)
+        except ValueError:
+            raise InvalidRequestError("wait_s must be a number of seconds", param="wait_s") from None
+        status = await self.pending.status(request.match_info["transfer_id"], wait_s)
+        if status is None:
+            return message_response(TransferStatus(state="unknown"))
+        reason = "" if status.reason is FallbackReason.NONE else str(status.reason)
+        return message_response(TransferStatus(state=str(status.state), reason=reason, detail=status.detail))
+
     def _checked_work(self, command: DecodeCommand) -> GenerateWork:
         info = self.engine.info
         sampling = _sampling(command.sampling)
@@ -114,11 +142,13 @@ class DecodeService:
         self, request: web.Request, command: DecodeCommand, work: GenerateWork, started_s: float
     ) -> tuple[web.StreamResponse, str]:
         loop = asyncio.get_running_loop()
+        prepared = self.engine.prepare(work.sampling)
         prompt = await self._await_kv(command, work, started_s)
         queue = TokenQueue(loop)
         try:
+            await asyncio.wrap_future(prepared)
             running = self.engine.generate(work, queue, slot=prompt.slot, valid_tokens=prompt.valid_tokens)
-        except FarfillError:
+        except BaseException:
             if prompt.slot is not None:
                 prompt.slot.release()
             raise
@@ -172,25 +202,47 @@ class DecodeService:
                 command, PromptKV(fallback=FallbackReason.KV_MEMORY, detail=str(error)), ticket.transfer_id
             )
         try:
-            expected = self.receiver.expect(ticket, slot, timeout_s=command.timeout_s, source=command.source)
-            with self.pending.waiting(ticket.transfer_id, expected):
-                result = await _wait_fenced(expected)
+            result = await self._receive(command, ticket, slot)
         except BaseException:
             slot.release()
             raise
+        last = result.last
         prompt = PromptKV(
             slot=slot,
-            valid_tokens=result.prefix_tokens,
+            valid_tokens=last.prefix_tokens,
             held_tokens=slot.manifest.complete_prefix_tokens(slot.held),
             received=result,
-            fallback=FallbackReason.NONE if result.complete else result.failure,
-            detail=result.detail,
+            fallback=FallbackReason.NONE if last.complete else last.failure,
+            detail=last.detail,
             wait_s=asyncio.get_running_loop().time() - started_s,
         )
-        stats = result.stats
-        outcome = "ok" if result.complete else "failed"
-        self.metrics.transfer_finished(outcome, str(prompt.fallback), stats.total_s, stats.raw_bytes, stats.wire_bytes)
-        return prompt if result.complete else self._fallen_back(command, prompt, ticket.transfer_id)
+        self._count(result)
+        return prompt if last.complete else self._fallen_back(command, prompt, ticket.transfer_id)
+
+    async def _receive(self, command: DecodeCommand, ticket: Ticket, slot: KVSlot) -> HandoverResult:
+        handover = Handover(
+            self.receiver,
+            ticket,
+            slot,
+            timeout_s=command.timeout_s,
+            hold_s=command.hold_s,
+            source=command.source,
+            follows=self.pending.follow,
+        )
+        try:
+            return await _wait_fenced(handover)
+        finally:
+            self.pending.over(handover)
+
+    def _count(self, result: HandoverResult) -> None:
+        for outcome, one in (
+            *(("continued", earlier) for earlier in result.earlier),
+            ("ok" if result.last.complete else "failed", result.last),
+        ):
+            stats = one.stats
+            reason = str(FallbackReason.NONE if one.complete else one.failure)
+            self.metrics.transfer_finished(outcome, reason, stats.total_s, stats.raw_bytes, stats.wire_bytes)
+        self.metrics.bytes_reused(result.reused_bytes)
 
     def _fallen_back(self, command: DecodeCommand, prompt: PromptKV, transfer_id: str) -> PromptKV:
         self.metrics.fallback(str(prompt.fallback))
@@ -214,13 +266,13 @@ class DecodeService:
         )
 
 
-async def _wait_fenced(expected: ExpectedTransfer) -> ReceiveResult:
-    """Wait for the transfer; when cancelled, fence it first, so that the slot may be released."""
-    waiting = asyncio.ensure_future(expected.wait())
+async def _wait_fenced(handover: Handover) -> HandoverResult:
+    """Wait for the KV; when cancelled, fence the transfer first, so that the slot may be released."""
+    waiting = asyncio.ensure_future(handover.wait())
     try:
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
-        expected.fail(FallbackReason.WITHDRAWN, "the client went away")
+        handover.fail(FallbackReason.WITHDRAWN, "the client went away")
         await asyncio.wait([waiting])
         raise
 
@@ -236,6 +288,8 @@ def _sampling(message: SamplingMessage) -> SamplingParams:
     fields = msgspec.structs.asdict(message)
     fields["stop"] = tuple(message.stop)
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    fields["bad_words"] = tuple(message.bad_words)
+    fields["allowed_token_ids"] = tuple(message.allowed_token_ids)
     return SamplingParams(**fields)
 
 
@@ -243,7 +297,8 @@ def _start_event(
     command: DecodeCommand, prompt: PromptKV, stats: PrefillStats | None, first_token_s: float
 ) -> StartEvent:
     received = prompt.received
-    remote = received is not None and received.complete
+    senders = [] if received is None else [*received.earlier, received.last]
+    remote = received is not None and received.last.complete
     if remote:
         cached_tokens = 0  # what far prefill could skip is in its own report
     elif prompt.slot is not None:
@@ -259,12 +314,14 @@ def _start_event(
         received_tokens=max(0, prompt.valid_tokens - prompt.held_tokens),
         computed_tokens=stats.computed_tokens if stats is not None else 0,
         kv_wait_s=prompt.wait_s,
-        transfer_s=received.stats.total_s if received is not None else 0.0,
-        raw_bytes=received.stats.raw_bytes if received is not None else 0,
-        wire_bytes=received.stats.wire_bytes if received is not None else 0,
+        transfer_s=sum(one.stats.total_s for one in senders),
+        raw_bytes=sum(one.stats.raw_bytes for one in senders),
+        wire_bytes=sum(one.stats.wire_bytes for one in senders),
         queued_s=stats.queued_s if stats is not None else 0.0,
         prefill_s=stats.compute_s if stats is not None else 0.0,
         first_token_s=first_token_s,
+        continuations=max(0, len(senders) - 1),
+        reused_bytes=received.reused_bytes if received is not None else 0,
     )
 
 

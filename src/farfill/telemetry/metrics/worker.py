@@ -77,6 +77,7 @@ class WorkerMetrics:
         self._transfers(outcome="ok", reason="none")
         for reason in FALLBACKS:
             self._transfers(outcome="failed", reason=reason)
+            self._transfers(outcome="continued", reason=reason)
         self._transfer_seconds = metrics.histogram(
             "farfill_transfer_seconds", "Whole KV transfers, hidden parts included.", TRANSFER_BUCKETS_S
         )()
@@ -84,6 +85,9 @@ class WorkerMetrics:
             "farfill_transfer_raw_bytes", "KV bytes of ended transfers before compression."
         )()
         self._wire_bytes = metrics.counter("farfill_transfer_wire_bytes", "KV bytes of ended transfers as sent.")()
+        self._reused_bytes = metrics.counter(
+            "farfill_reused_bytes", "KV bytes of a failed sender that the next one did not have to bring."
+        )()
 
     def _declare_wire(self, metrics: MetricSet) -> None:
         directions = ("sent", "received")
@@ -145,11 +149,15 @@ class WorkerMetrics:
         self._prefill_tokens(source="cached").inc(cached_tokens)
 
     def transfer_finished(self, outcome: str, reason: str, seconds: float, raw_bytes: int, wire_bytes: int) -> None:
-        """A KV transfer ended; `outcome` is "ok" or "failed", `reason` a `FallbackReason`."""
+        """A KV transfer ended; `outcome` is "ok", "failed" or "continued" (by another sender), `reason` why."""
         self._transfers(outcome=outcome, reason=reason).inc()
         self._transfer_seconds.observe(seconds)
         self._raw_bytes.inc(raw_bytes)
         self._wire_bytes.inc(wire_bytes)
+
+    def bytes_reused(self, nbytes: int) -> None:
+        """A sender took over, and did not have to bring these."""
+        self._reused_bytes.inc(nbytes)
 
     def request_finished(self, outcome: str) -> None:
         """A request of the gateway ended: "ok", "cancelled" or a stable reason."""
