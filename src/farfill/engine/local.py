@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from farfill.clock import Clock, WallClock
 from farfill.core.errors import CapacityError, InvalidRequestError
+from farfill.core.sampling import SamplingParams
 from farfill.engine.executor import Executor
 from farfill.engine.jobs import Demand, GenerateJob, PrefillJob
 from farfill.engine.memory import KVMemory
@@ -108,6 +111,21 @@ class LocalEngine:
             slot.release()
             raise
         return slot
+
+    def prepare(self, sampling: SamplingParams) -> Future[None]:
+        """Compile the grammar off this thread; done at once without one."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # others may wait for the same grammar: nobody may cancel it
+        if not sampling.grammar:
+            done.set_result(None)
+            return done
+
+        def pass_on(compiled: Future[Any]) -> None:
+            error = compiled.exception()
+            done.set_result(None) if error is None else done.set_exception(error)
+
+        self.vocabulary.grammars.prepare(sampling.grammar).add_done_callback(pass_on)
+        return done
 
     def generate(
         self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0

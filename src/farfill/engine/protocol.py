@@ -9,6 +9,7 @@ prompt token is computed by the decode step that also samples. Who prefills neve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -183,6 +184,13 @@ class Engine(Protocol):
 
     def reserve(self, work: GenerateWork) -> KVSlot:
         """Allocate KV for the prompt and the output to come. Raises CapacityError (reason kv_memory)."""
+        ...
+
+    def prepare(self, sampling: SamplingParams) -> Future[None]:
+        """Begin what `generate` needs besides the KV (a compiled grammar); to be waited for before `generate`.
+
+        The future raises InvalidRequestError; cancelling it has no effect.
+        """
         ...
 
     def generate(
