@@ -63,8 +63,8 @@ class GatewayObserver(Protocol):
     def prefill_continued(self, reason: str, outcome: str) -> None:
         """A far prefill failed for `reason`; what came of letting another instance continue.
 
-        `outcome`: "ok", "failed", "cancelled", "refused" by decode, "no_instance" when there was no other one, or
-        "exhausted" when `kv_transfer.continuations` were used up.
+        `outcome`: "ok", "failed", "cancelled", "refused" by decode, "no_instance" when there was no other one,
+        "exhausted" when `kv_transfer.continuations` were used up, "deadline" when the request's was too near.
         """
         ...
 

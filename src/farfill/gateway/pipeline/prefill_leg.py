@@ -129,14 +129,9 @@ class PrefillLeg:
         limit = ctx.config.kv_transfer.continuations
         if not limit:
             return False
-        if len(self.continuations) >= limit:
-            ctx.observer.prefill_continued(str(failure.label), "exhausted")
-            return False
-        prefill = self._another(failure)
-        if prefill is not None and await self._back_off():
-            prefill = self._another(failure)  # the first one may be gone by now
+        prefill, obstacle = await self._next_instance(failure, limit)
         if prefill is None:
-            ctx.observer.prefill_continued(str(failure.label), "no_instance")
+            ctx.observer.prefill_continued(str(failure.label), obstacle)
             return False
         attempt = make_attempt(ctx, self._job, failed.decode, prefill, failed.uncached_tokens)
         command = ContinueCommand(
@@ -151,6 +146,16 @@ class PrefillLeg:
             return False
         self._take_over(failure, failed, attempt, reply.held_bytes)
         return True
+
+    async def _next_instance(self, failure: Failure, limit: int) -> tuple[Instance | None, str]:
+        """Who takes over after a pause; else what is in the way."""
+        if len(self.continuations) >= limit:
+            return None, "exhausted"
+        if self._another(failure) is None:  # then decode need not wait for the pause
+            return None, "no_instance"
+        if not await self._back_off():
+            return None, "deadline"
+        return self._another(failure), "no_instance"
 
     def _another(self, failure: Failure) -> Instance | None:
         failed = self._attempt
