@@ -219,6 +219,16 @@ class LoggingConfig(Section):
         default="info", description="Least severe level written."
     )
     format: Literal["json", "text"] = Field(default="json", description="JSON lines or text for people.")
+    store: Literal["embedded", "etcd"] = Field(
+        default="embedded",
+        description="Where it keeps what it knows: embedded, in files of its own; etcd, in an etcd cluster, which"
+        " several registries may share.",
+    )
+    data_dir: Path = Field(
+        default=Path("registry-data"),
+        description="Folder of the embedded store, on a local disk. Relative to this file.",
+    )
+    etcd: EtcdConfig | None = Field(default=None, description="The etcd cluster; needed with store: etcd.")
 
 
 class ClusterConfig(Section):

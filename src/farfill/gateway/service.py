@@ -40,6 +40,7 @@ class GatewayDeps:
     clock: Clock = field(default_factory=WallClock)
     observer: GatewayObserver = field(default_factory=SilentObserver)
     metrics: Metrics = _no_metrics
+    registry_away_s: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
