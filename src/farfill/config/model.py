@@ -191,6 +191,27 @@ class TlsConfig(Section):
     ca: SecretRef = Field(examples=["file:pki/ca.pem"], description="CA that signed every role's certificate (PEM).")
     cert: str = Field(
         pattern=r"^(file|env):.+$",
+class EtcdConfig(Section):
+    endpoints: list[Annotated[str, Field(pattern=r"^https?://.+:\d{1,5}$")]] = Field(
+        min_length=1,
+        examples=["['https://10.0.0.5:2379']"],
+        description="Addresses of its members (https://host:port); the next one is tried when one cannot be reached.",
+    )
+    prefix: str = Field(
+        default="/farfill/",
+        pattern=r"^/[ -~]*/$",
+        examples=["/farfill/"],
+        description="What all keys begin with; the name of the cluster follows.",
+    )
+    ca: SecretRef | None = Field(
+        default=None, description="CA of its members' certificates (PEM); unset: the system's."
+    )
+    cert: SecretRef | None = Field(default=None, description="Client certificate (PEM), where it asks for one.")
+    key: SecretRef | None = Field(default=None, description="Private key of cert.")
+    user: str = Field(default="", description="User to log in as; empty: no login.")
+    password: SecretRef | None = Field(default=None, description="Password of user.")
+
+
         examples=["'file:pki/{name}.pem'"],
         description="Certificate of a role; {name} becomes the worker's name, gateway or registry.",
     )
