@@ -38,6 +38,11 @@ class TensorKind(StrEnum):
         """Whether every token adds a row that stays (so ranges can stream while prefill runs)."""
         return self in (TensorKind.FULL, TensorKind.LATENT)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has one row per token, kept or not; otherwise it is one array of a fixed size."""
+        return self.grows or self is TensorKind.WINDOW
+
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
@@ -58,10 +63,15 @@ class TensorLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All cache tensors of a model in a fixed order, and the prefill chunk both sides compute in."""
+    """All cache tensors of a model in a fixed order, and the prefill chunk both sides compute in.
+
+    Every `checkpoint_every_chunks` prefill chunks, windows and states are exported as they are there (0: only at the
+    end of the prompt), so that a prompt can be continued from a boundary it was interrupted after.
+    """
 
     tensors: tuple[TensorLayout, ...]
     prefill_chunk_tokens: int
+    checkpoint_every_chunks: int = 0
     version: int = LAYOUT_VERSION
 
     @property
@@ -73,3 +83,19 @@ class KVLayout:
     def resumable(self) -> bool:
         """Whether a prefix of prefill chunks alone is enough to continue (no window, no state)."""
         return all(t.kind.grows for t in self.tensors)
+
+    @property
+    def checkpoint_tokens(self) -> int:
+        """Tokens from one checkpoint to the next; 0 when there are none, or nothing that needs them."""
+        return 0 if self.resumable else self.checkpoint_every_chunks * self.prefill_chunk_tokens
+
+    def can_continue_at(self, tokens: int) -> bool:
+        """Whether the pieces of the first `tokens` tokens, which do not end the prompt, are enough to continue."""
+        step = self.prefill_chunk_tokens if self.resumable else self.checkpoint_tokens
+        return step > 0 and tokens % step == 0
+
+    def kept_span(self, tensor: int, tokens: int) -> tuple[int, int]:
+        """[start, end) of what a window or state keeps after `tokens` tokens; empty for states."""
+        layout = self.tensors[tensor]
+        start = max(0, tokens - layout.window_tokens) if layout.kind is TensorKind.WINDOW else tokens
+        return start, tokens
