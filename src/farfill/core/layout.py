@@ -46,7 +46,10 @@ class TensorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """One named tensor of one layer. `row_shape` is one token's shape, or the whole shape of a state."""
+    """One named tensor of one layer. `row_shape` is one token's shape, or the whole shape of a state.
+
+    An engine that keeps blocks moves whole blocks: a row then holds `row_tokens` tokens.
+    """
 
     layer: int
     name: str
@@ -54,11 +57,18 @@ class TensorLayout:
     dtype: str
     row_shape: tuple[int, ...]
     window_tokens: int = 0
+    row_tokens: int = 1
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's row (or of the whole state)."""
+        """Bytes of one row (or of the whole state)."""
         return prod(self.row_shape) * DTYPE_BYTES[self.dtype]
+
+    def rows(self, start_token: int, end_token: int) -> int:
+        """Rows that hold tokens [start, end); 1 for a state."""
+        if not self.kind.has_rows:
+            return 1
+        return -(-end_token // self.row_tokens) - start_token // self.row_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +86,8 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes each further token adds for good (windows and states excluded)."""
-        return sum(t.row_bytes for t in self.tensors if t.kind.grows)
+        """Bytes each further token adds for good (windows and states excluded), on average over a row."""
+        return sum(-(-t.row_bytes // t.row_tokens) for t in self.tensors if t.kind.grows)
 
     @property
     def resumable(self) -> bool:

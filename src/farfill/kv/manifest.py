@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
-from farfill.core.errors import InvalidRequestError
+from farfill.core.errors import InvalidRequestError, ModelUnsupportedError
 from farfill.core.layout import KVLayout
 
 
@@ -70,7 +70,7 @@ class Manifest:
             repr((layout.version, layout.prefill_chunk_tokens, layout.checkpoint_tokens, self.num_tokens)).encode()
         )
         for t in layout.tensors:
-            h.update(repr((t.layer, t.name, str(t.kind), t.dtype, t.row_shape, t.window_tokens)).encode())
+            h.update(repr((t.layer, t.name, str(t.kind), t.dtype, t.row_shape, t.window_tokens, t.row_tokens)).encode())
         for p in self.pieces:
             h.update(repr((p.index, p.tensor, p.prefill_chunk, p.start_token, p.end_token, p.nbytes)).encode())
         return h.digest()
@@ -98,12 +98,17 @@ def build_manifest(layout: KVLayout, num_tokens: int) -> Manifest:
     if num_tokens < 1:
         raise InvalidRequestError(f"a manifest needs at least 1 token, got {num_tokens}")
     step = layout.prefill_chunk_tokens
+    for tensor in layout.tensors:
+        if tensor.kind.grows and step % tensor.row_tokens:
+            raise ModelUnsupportedError(
+                f"prefill chunks of {step} tokens are no whole number of rows of {tensor.row_tokens} ({tensor.name})"
+            )
     growing = [i for i, tensor in enumerate(layout.tensors) if tensor.kind.grows]
     others = [i for i, tensor in enumerate(layout.tensors) if not tensor.kind.grows]
     pieces: list[Piece] = []
 
     def add(tensor: int, chunk: int, start: int, end: int) -> None:
-        rows = end - start if layout.tensors[tensor].kind.has_rows else 1
+        rows = layout.tensors[tensor].rows(start, end)
         pieces.append(Piece(len(pieces), tensor, chunk, start, end, rows * layout.tensors[tensor].row_bytes))
 
     for chunk in range(-(-num_tokens // step)):
