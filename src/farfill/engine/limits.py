@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Beyond these a request's priority is refused.
-MIN_PRIORITY = -100
-MAX_PRIORITY = 100
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLimits:

@@ -8,11 +8,12 @@ from typing import Any
 
 from farfill.clock import Clock, WallClock
 from farfill.core.errors import CapacityError, InvalidRequestError
+from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
 from farfill.engine.checkpoints import checkpoint_bytes
 from farfill.engine.executor import Executor
 from farfill.engine.jobs import Demand, GenerateJob, PrefillJob
-from farfill.engine.limits import MAX_PRIORITY, MIN_PRIORITY, EngineLimits
+from farfill.engine.limits import EngineLimits
 from farfill.engine.memory import KVMemory
 from farfill.engine.output import Vocabulary
 from farfill.engine.prefix import PrefixCache
@@ -171,8 +172,7 @@ class LocalEngine:
 
     def _check_work(self, work: GenerateWork | PrefillWork, *, at_least: int) -> None:
         prompt = work.prompt
-        if not MIN_PRIORITY <= work.priority <= MAX_PRIORITY:
-            raise InvalidRequestError(f"priority must be from {MIN_PRIORITY} to {MAX_PRIORITY}", param="priority")
+        check_priority(work.priority)
         if len(prompt) < at_least:
             raise InvalidRequestError(
                 f"the prompt needs at least {at_least} tokens, it has {len(prompt)}", param="prompt"

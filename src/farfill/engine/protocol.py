@@ -174,7 +174,7 @@ class KVSlot(Protocol):
 class PrefillWork:
     """Compute the KV of `prompt[:-1]` and export it. `cache_salt` separates tenants in the prefix cache.
 
-    `priority`: lower goes first, from MIN_PRIORITY to MAX_PRIORITY. Among equals, tenants take turns.
+    `priority`: lower goes first, within `core.priority`'s bounds. Among equals, tenants take turns.
     `adapter` and `media` (position and digest of what stands behind tokens that are no text) are part of prefix keys.
     """
 

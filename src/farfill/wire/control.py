@@ -44,6 +44,7 @@ class PrefillCommand(msgspec.Struct, kw_only=True):
     """POST /v1/prefill on a prefill worker: compute `token_ids[:-1]`, push the KV to `target`.
 
     The answer comes when the transfer ended: `PrefillReport`, or `ErrorBody` with a non-200 status.
+    `priority`: lower goes first; among equals, tenants take turns.
     """
 
     request_id: str
@@ -51,6 +52,8 @@ class PrefillCommand(msgspec.Struct, kw_only=True):
     target: str
     token_ids: list[int]
     cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
     timeout_s: float
     traceparent: str = ""
 
@@ -82,6 +85,8 @@ class DecodeCommand(msgspec.Struct, kw_only=True):
     request_id: str
     token_ids: list[int]
     cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
     sampling: SamplingMessage
     ticket: str = ""
     source: str = ""
@@ -146,7 +151,7 @@ class StartEvent(msgspec.Struct, tag="start", kw_only=True):
     worker's monotonic clock from the arrival of the command: `kv_wait_s` until the KV was there or given
     up, `queued_s` + `prefill_s` of the local part, `first_token_s` until the first token was sampled.
     `continuations`: how often another sender took over; `reused_bytes` of KV it did not have to bring. Bytes and
-    `transfer_s` are sums over all senders.
+    `transfer_s` are sums over all senders. `lossy`: the form KV travelled in that the output rests on; empty: exact.
     """
 
     prefilled_at: str
@@ -165,6 +170,7 @@ class StartEvent(msgspec.Struct, tag="start", kw_only=True):
     first_token_s: float
     continuations: int = 0
     reused_bytes: int = 0
+    lossy: str = ""
 
 
 class TokensEvent(msgspec.Struct, tag="tokens", omit_defaults=True, kw_only=True):

@@ -6,7 +6,7 @@ The HTTP status goes out with the first token, so a request that cannot be serve
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import structlog
@@ -14,6 +14,7 @@ from aiohttp import web
 
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import CapacityError, FarfillError, InvalidRequestError, UnavailableError
+from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import Engine, GenerateWork, KVSlot, PrefillStats, TokenEvent
@@ -52,7 +53,6 @@ class PromptKV:
 
     slot: KVSlot | None = None
     valid_tokens: int = 0
-    held_tokens: int = 0
     received: HandoverResult | None = None
     fallback: FallbackReason = FallbackReason.NONE
     detail: str = ""
@@ -69,6 +69,8 @@ class DecodeService:
     verifier: TicketVerifier
     metrics: WorkerMetrics
     pending: PendingTransfers = field(default_factory=PendingTransfers)
+    lossy: str = ""
+    """The lossy form received KV travelled in (`kv_transfer.lossy`); empty: all is exact."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Streams `StartEvent`, `TokensEvent`s, then `EndEvent` or `FailedEvent`."""
@@ -135,6 +137,8 @@ class DecodeService:
             request_id=command.request_id,
             prompt=tuple(command.token_ids),
             cache_salt=command.cache_salt,
+            tenant=command.tenant,
+            priority=check_priority(command.priority),
             sampling=sampling,
         )
 
@@ -147,6 +151,8 @@ class DecodeService:
         queue = TokenQueue(loop)
         try:
             await asyncio.wrap_future(prepared)
+            if prompt.slot is not None:
+                work = self._apart(work)
             running = self.engine.generate(work, queue, slot=prompt.slot, valid_tokens=prompt.valid_tokens)
         except BaseException:
             if prompt.slot is not None:
@@ -155,12 +161,19 @@ class DecodeService:
         try:
             first = await queue.next_events()
             start = _start_event(command, prompt, queue.stats, loop.time() - started_s)
+            if self.lossy and prompt.valid_tokens:
+                start.lossy = self.lossy
+                self.metrics.lossy_request(self.lossy)
             response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
             await response.prepare(request)
             await response.write(encode_event(start) + _encode_tokens(first))
             return response, await self._stream(response, queue, first, work.sampling.n)
         finally:
             running.cancel()
+
+    def _apart(self, work: GenerateWork) -> GenerateWork:
+        """Work on KV from elsewhere: prefixes that may hold lossy KV are reused for such work only, never unmarked."""
+        return replace(work, cache_salt=f"lossy:{self.lossy}\0{work.cache_salt}") if self.lossy else work
 
     async def _stream(
         self, response: web.StreamResponse, queue: TokenQueue, first: list[TokenEvent], choices: int
@@ -196,7 +209,7 @@ class DecodeService:
             )
             return self._fallen_back(command, mismatch, ticket.transfer_id)
         try:
-            slot = self.engine.reserve(work)
+            slot = self.engine.reserve(self._apart(work))
         except CapacityError as error:
             return self._fallen_back(
                 command, PromptKV(fallback=FallbackReason.KV_MEMORY, detail=str(error)), ticket.transfer_id
@@ -210,7 +223,6 @@ class DecodeService:
         prompt = PromptKV(
             slot=slot,
             valid_tokens=last.prefix_tokens,
-            held_tokens=slot.manifest.complete_prefix_tokens(slot.held),
             received=result,
             fallback=FallbackReason.NONE if last.complete else last.failure,
             detail=last.detail,
@@ -299,20 +311,17 @@ def _start_event(
     received = prompt.received
     senders = [] if received is None else [*received.earlier, received.last]
     remote = received is not None and received.last.complete
-    if remote:
-        cached_tokens = 0  # what far prefill could skip is in its own report
-    elif prompt.slot is not None:
-        cached_tokens = min(prompt.held_tokens, prompt.valid_tokens)
-    else:
-        cached_tokens = stats.cached_tokens if stats is not None else 0
+    prompt_tokens = len(command.token_ids)
+    cached_tokens, computed_tokens = (0, 0) if stats is None else (stats.cached_tokens, stats.computed_tokens)
     return StartEvent(
         prefilled_at="remote" if remote else "local",
         fallback=str(prompt.fallback),
         fallback_detail=prompt.detail if prompt.fallback is not FallbackReason.NONE else "",
-        prompt_tokens=len(command.token_ids),
-        cached_tokens=cached_tokens,
-        received_tokens=max(0, prompt.valid_tokens - prompt.held_tokens),
-        computed_tokens=stats.computed_tokens if stats is not None else 0,
+        prompt_tokens=prompt_tokens,
+        # What far prefill could skip is in its own report.
+        cached_tokens=0 if remote else cached_tokens,
+        received_tokens=prompt_tokens - 1 - cached_tokens - computed_tokens if prompt.slot is not None else 0,
+        computed_tokens=computed_tokens,
         kv_wait_s=prompt.wait_s,
         transfer_s=sum(one.stats.total_s for one in senders),
         raw_bytes=sum(one.stats.raw_bytes for one in senders),

@@ -111,6 +111,8 @@ def make_attempt(ctx: LegContext, job: Job, decode: Instance, prefill: Instance,
         target="" if ctx.decode_dials else decode.transfer_address,
         token_ids=job.prompt,
         cache_salt=job.salt,
+        tenant=job.tenant,
+        priority=job.priority,
         timeout_s=ctx.silence_s,
         traceparent=job.traceparent,
     )

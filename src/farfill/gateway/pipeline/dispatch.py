@@ -181,6 +181,8 @@ class Dispatcher:
             request_id=job.request_id,
             token_ids=job.prompt,
             cache_salt=job.salt,
+            tenant=job.tenant,
+            priority=job.priority,
             sampling=SamplingMessage(**fields),
             ticket=token,
             source="" if prefill is None else self.legs.source(prefill),
