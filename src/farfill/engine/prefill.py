@@ -104,6 +104,9 @@ class PrefillTurns:
         kv = job.kv
         assert kv is not None
         self._jobs[job] = None
+        # Newcomers get in line; otherwise a stream of them would keep the others waiting.
+        job.last_turn = self._turn
+        self._tenant_turns.setdefault(job.tenant, self._turn)
         hit, first_chunk = self._choose_hit(job)
         tokens = max(job.valid_tokens, hit.tokens if hit is not None else 0)
         if job.valid_tokens == tokens and job.checkpoints is not None and tokens < job.num_tokens:
