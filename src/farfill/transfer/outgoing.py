@@ -20,10 +20,11 @@ import xxhash
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import ProtocolError, TransferError
-from farfill.core.layout import DTYPE_BYTES, TensorLayout
+from farfill.core.layout import TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
+from farfill.transfer.encoder import EncodedChunk
 from farfill.transfer.events import (
     Accepted,
     Acked,
@@ -77,11 +78,11 @@ class Link(Protocol):
 
     def chunks_ready(self) -> None: ...
 
-    def codec_for(self, sample: memoryview, item_bytes: int, codec: ChunkCodec) -> Codec:
-        """The codec for these bytes; they also serve as a sample, if one is due."""
+    def encode(self, raw: memoryview, tensor: TensorLayout, offset: int, codec: ChunkCodec) -> EncodedChunk:
+        """What travels of the chunk at byte `offset` of a piece, and what the receiver will hold."""
         ...
 
-    def sent(self, wire_bytes: int, codec: Codec) -> None: ...
+    def sent(self, wire_bytes: int) -> None: ...
 
     def settled(self, wire_bytes: int, raw_bytes: int) -> None:
         """Bytes reported by `sent` are no longer outstanding; `raw_bytes` of them arrived."""
@@ -92,11 +93,12 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOptions:
-    """`chunk_bytes` is what OPEN proposes; `checksum`: XXH3-128 over each chunk's raw bytes."""
+    """`chunk_bytes` and `lossy` are what OPEN says; `checksum`: XXH3-128 of a chunk as the receiver will hold it."""
 
     limits: TransferLimits
     chunk_bytes: int
     checksum: bool
+    lossy: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +241,7 @@ class PushedTransfer:
             layout.prefill_chunk_tokens,
             self._options.chunk_bytes,
             layout_payload(layout),
+            self._options.lossy,
         )
         return OutgoingFrame(encode_frame(FrameHeader(FrameType.OPEN, self.key), payload))
 
@@ -377,21 +380,20 @@ class PushedTransfer:
 
     def _encode(self, order: _Order, codec: ChunkCodec) -> _Encoded:
         chunk, raw = order.chunk, order.raw
-        item_bytes = DTYPE_BYTES[self._tensor(chunk).dtype]
-        used, wire = codec.encode(self._link.codec_for(raw, item_bytes, codec), raw, item_bytes)
+        encoded = self._link.encode(raw, self._tensor(chunk), chunk.offset, codec)
         header = FrameHeader(
             FrameType.CHUNK,
             self.key,
             chunk.piece,
             chunk.offset,
             chunk.nbytes,
-            len(wire),
-            used,
+            len(encoded.wire),
+            encoded.codec,
             FLAG_CHECKSUM if self._options.checksum else 0,
-            xxhash.xxh3_128_digest(raw) if self._options.checksum else NO_CHECKSUM,
+            xxhash.xxh3_128_digest(encoded.held) if self._options.checksum else NO_CHECKSUM,
             order.attempt,
         )
-        return _Encoded(OutgoingFrame(header.pack(), memoryview(wire)), len(wire), used)
+        return _Encoded(OutgoingFrame(header.pack(), memoryview(encoded.wire)), len(encoded.wire), encoded.codec)
 
     def _tensor(self, chunk: Chunk) -> TensorLayout:
         return self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
@@ -407,7 +409,7 @@ class PushedTransfer:
         self._codecs[encoded.codec.name.lower()] += chunk.nbytes
         self._carriers.add(connection)
         self._unsettled[chunk.index] = encoded.wire_bytes
-        self._link.sent(encoded.wire_bytes, encoded.codec)
+        self._link.sent(encoded.wire_bytes)
 
     def _end(self) -> None:
         self._ended_s = self._clock.now_s()

@@ -116,7 +116,10 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         prefill = PrefillService(name, engine, sender, parts.verifier, parts.metrics)
     decode = None
     if receiver is not None:
-        decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics)
+        lossy = config.kv_transfer.lossy
+        decode = DecodeService(
+            name, engine, receiver, parts.verifier, parts.metrics, lossy="" if lossy == "none" else lossy
+        )
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
         ssl_context=parts.registry_tls,
