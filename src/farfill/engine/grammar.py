@@ -20,6 +20,10 @@ from farfill.core.errors import EngineError, InvalidRequestError
 
 Allowed = npt.NDArray[np.bool_]
 
+ANY_OUTPUT = "start: /(.|\\n)*/"
+"""A grammar that forbids nothing. The first one an engine prepares builds tables of the vocabulary, for up to seconds
+and without letting other threads run: workers prepare this one before they serve."""
+
 MAX_GRAMMAR_CHARS = 256 * 1024
 _MAX_CACHED = 32
 # About 20 ms for a regular expression, 0.3 s for the largest schema, 20 ms for the worst step, 100 MB of states.

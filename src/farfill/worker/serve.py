@@ -23,6 +23,8 @@ from farfill.config.model import WorkerConfig
 from farfill.config.secrets import TlsMaterial, read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.core.errors import ConfigError
+from farfill.core.sampling import SamplingParams
+from farfill.engine.grammar import ANY_OUTPUT
 from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
 from farfill.registry.identity import registry_context
@@ -83,12 +85,23 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s),
     )
     parts.metrics.set_capacity(engine.info.kv_total_bytes)
+    await _prepare_grammars(parts)
     engine.start()
     try:
         async with contextlib.AsyncExitStack() as stack:
             await _serve(parts, stack, stop)
     finally:
         await asyncio.to_thread(engine.close)
+
+
+async def _prepare_grammars(parts: _Parts) -> None:
+    """Build what constrained output needs of the vocabulary now: later it would hold up everything for seconds."""
+    if parts.worker.role is Role.PREFILL:
+        return
+    prepared = parts.engine.prepare(SamplingParams(grammar=ANY_OUTPUT))
+    error = await asyncio.to_thread(prepared.exception)
+    if error is not None:
+        log.warning("constrained_output_unavailable", error=str(error))
 
 
 async def _load_engine(loaded: LoadedConfig) -> Engine:

@@ -17,7 +17,7 @@ _JSON_OPTIONS = {"whitespace_pattern": "[ \\n\\r\\t]{0,64}"}
 
 def literal(text: str) -> str:
     """The terminal of exactly this text."""
-    return json.dumps(text)
+    return json.dumps(text)  # escapes are the same
 
 
 def json_value(schema: Mapping[str, Any]) -> str:
