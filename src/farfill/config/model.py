@@ -162,7 +162,17 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    type: Literal["torch"] = Field(default="torch", description="The model executor.")
+    type: Literal["torch", "vllm"] = Field(
+        default="torch",
+        description="The model executor. torch: in the worker's process; vllm: a vLLM server that the worker starts"
+        " beside it, from the same Python environment.",
+    )
+    vllm_args: list[str] = Field(
+        default=[],
+        examples=["['--tensor-parallel-size=2']"],
+        description="Further flags of vLLM. With engine.type vllm, engine.threads, prefix_cache_mb and what follows"
+        " are vLLM's own business: set them here.",
+    )
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:\d+)?|mps)$",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,13 @@ _FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
-def load_engine(
-    model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path, *options: str
-) -> VllmEngine:
-    """Start vLLM on the model folder and wait until it serves. `options` are further flags of `vllm serve`.
+def load_engine(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path) -> VllmEngine:
+    """Start vLLM on the model folder and wait until it serves.
 
-    Raises ConfigError for a folder that is none, EngineError when vLLM does not come up.
+    Raises ConfigError for a folder that is none or where vLLM is not installed, EngineError when it does not come up.
     """
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     path = base_dir / model.path
     config = _read_config(path)
     context = int(config["max_position_embeddings"])
@@ -45,7 +46,7 @@ def load_engine(
             f"--max-model-len={context}",
             f"--kv-cache-memory-bytes={engine.kv_cache_mb * _MIB}",
             f"--max-num-seqs={engine.max_batch}",
-            *options,
+            *engine.vllm_args,
         ],
         chunk_tokens=prefill.chunked_prefill_tokens,
     )

@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from farfill.config.paths import child_environment
 from farfill.core.errors import ConfigError, EngineError
 from farfill.engine.vllm.line import ConnectorLine
 from farfill.engine.vllm.messages import Hello
@@ -61,7 +62,7 @@ class VllmServer:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=_environment(),
+                env=child_environment(_ENVIRONMENT),
                 start_new_session=True,
             )
 
@@ -118,14 +119,13 @@ def _prefix_cache(model: Path) -> list[str]:
     return ["--no-enable-prefix-caching"] if any(name in names for name in _NO_PREFIX_CACHE) else []
 
 
-def _environment() -> dict[str, str]:
-    return {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "VLLM_HOST_IP": os.environ.get("VLLM_HOST_IP", "127.0.0.1"),
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
+# vLLM's processes speak to each other on this host only; idle threads of one engine leave the cores to the other.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}
