@@ -355,3 +355,26 @@ async def test_windows_travel_though_the_rows_before_them_are_held(tmp_path: Pat
         assert answer.tokens == two.expected(prompt)
         full, window = two.row_bytes
         assert report.raw_bytes == (LENGTH - 1 - 3 * CHUNK) * full + 20 * window
+
+
+async def test_lossy_kv_is_marked_and_reused_only_where_it_is_marked_again(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path, prefix_cache_bytes=PREFIX_BYTES, lossy="int8") as two:
+        prompt = two.prompt(LENGTH)
+        _, answer = await remote(two, prompt)
+        assert answer.start.lossy == "int8"
+        assert two.metric(DECODE, "farfill_lossy_requests_total", form="int8") == 1
+        local = await two.decode(prompt)
+        assert (local.start.lossy, local.start.cached_tokens) == ("", 0)
+        report, again = await remote(two, [*prompt, *two.prompt(CHUNK, seed=2)])
+        assert again.start.lossy == "int8"
+        row_bytes, _ = two.row_bytes
+        assert report.raw_bytes < LENGTH * row_bytes, "what came before did not travel again"
+        assert two.metric(DECODE, "farfill_lossy_requests_total", form="int8") == 2
+
+
+async def test_fallback_without_any_received_kv_is_not_marked_lossy(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path, lossy="int8") as two:
+        prompt = two.prompt(LENGTH)
+        answer = await two.decode(prompt, two.ticket(prompt), timeout_s=0.2)
+        assert answer.start.fallback == "transfer_timeout"
+        assert answer.start.lossy == ""

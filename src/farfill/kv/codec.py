@@ -79,6 +79,7 @@ class ChunkCodec:
 
     def encode(self, codec: Codec, raw: Buffer, item_bytes: int) -> tuple[Codec, Buffer]:
         """`raw` encoded, with the codec really used: `none` (and `raw` itself) when encoding saves nothing."""
+        assert not codec.lossy, "kv.lossy encodes those"
         items = len(raw) // item_bytes
         if codec is Codec.NONE or not items:
             return Codec.NONE, raw

@@ -12,7 +12,7 @@ from threading import Lock
 
 from farfill.clock import Clock
 from farfill.config.model import KVTransferConfig
-from farfill.core.layout import DTYPE_BYTES, TensorLayout
+from farfill.core.layout import DTYPE_BYTES, KVLayout, TensorLayout
 from farfill.kv.codec import ChunkCodec, Codec, CodecSample
 from farfill.kv.lossy import encode_lossy, row_groups
 from farfill.transfer.adapt import CodecChooser, Stream
@@ -89,6 +89,12 @@ class ChunkEncoder:
 def lossy_codec(config: KVTransferConfig) -> Codec | None:
     """The lossy form rows travel in; None: all is lossless."""
     return None if config.lossy == "none" else Codec[config.lossy.upper()]
+
+
+def lossy_form(config: KVTransferConfig, layout: KVLayout) -> str:
+    """What to tell of KV of `layout` that was received: "int8" or "fp8"; empty when it is exact all the same."""
+    codec = lossy_codec(config)
+    return codec.name.lower() if codec is not None and any(row_groups(t) for t in layout.tensors) else ""
 
 
 def measure_codecs(codec: ChunkCodec, sample: memoryview, item_bytes: int) -> dict[Codec, CodecSample]:

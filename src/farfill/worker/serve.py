@@ -29,6 +29,7 @@ from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
 from farfill.registry.identity import registry_context
 from farfill.telemetry.metrics import WorkerMetrics, exposition
+from farfill.transfer.encoder import lossy_form
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
 from farfill.transfer.tickets import TicketVerifier
@@ -133,10 +134,8 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         prefill = PrefillService(name, engine, sender, parts.verifier, parts.metrics)
     decode = None
     if receiver is not None:
-        lossy = config.kv_transfer.lossy
-        decode = DecodeService(
-            name, engine, receiver, parts.verifier, parts.metrics, lossy="" if lossy == "none" else lossy
-        )
+        lossy = lossy_form(config.kv_transfer, engine.info.layout)
+        decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics, lossy=lossy)
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
         ssl_context=parts.registry_tls,
