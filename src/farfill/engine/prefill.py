@@ -270,9 +270,12 @@ class PrefillTurns:
             self._prefix.insert(job.keys, chunk, kv)
         job.chunk_ready(chunk, kv.read)
 
-    def interrupt(self, job: Job, spent: int) -> float | None:
-        """After `spent` layer-tokens: the seconds others took, or None when it is not time yet."""
-        if spent < self._budget() * self._layers:
+    def interrupt(self, job: Job, layer: int, spent: int) -> float | None:
+        """After `spent` layer-tokens: the seconds others took, or None when it is not time yet.
+
+        The last layer ends the step anyway.
+        """
+        if layer + 1 >= self._layers or spent < self._budget() * self._layers:
             return None
         begun_s = self._clock.now_s()
         try:
@@ -304,7 +307,7 @@ class _ChunkProgress:
         self._spent += self._tokens
         self._inside = True
         try:
-            paused_s = self._turns.interrupt(self._job, self._spent)
+            paused_s = self._turns.interrupt(self._job, layer, self._spent)
         finally:
             self._inside = False
         if paused_s is not None:
