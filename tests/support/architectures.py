@@ -211,7 +211,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_d_state": 16,
             "num_experts": 2,
             "num_experts_per_tok": 1,
-            "use_mamba_kernels": False,
         },
     ),
     "falcon_mamba": Architecture("FalconMambaConfig", {"num_hidden_layers": 3, "state_size": 16, "expand": 2}),

@@ -64,9 +64,8 @@ class TorchExecutor:
         cache = self._step_class([kv], ragged=False)
         end = kv.tokens + len(token_ids)
         outlet = None if layer_done is None else _LayerOutlet(kv, end, layer_done)
-        self._after_layer = None if outlet is None else outlet.layer_ran
         try:
-            self._run(self._decoder, [token_ids], [kv.tokens], cache)
+            self._extend(kv, token_ids, cache, None if outlet is None else outlet.layer_ran)
         finally:
             self._after_layer = None
         if outlet is not None:
@@ -112,6 +111,20 @@ class TorchExecutor:
     ) -> npt.NDArray[np.float32]:
         out = self._run(self._model, token_ids, [kv.tokens for kv in sequences], cache)
         return out.logits[:, -1].float().cpu().numpy()
+
+    def _extend(
+        self, kv: TorchKV, token_ids: Sequence[int], cache: StepCache, after_layer: Callable[[int], None] | None
+    ) -> None:
+        """Run the decoder over `token_ids`; `after_layer` hears of its layers when all of them went through."""
+        at_once = kv.tokens == 0 or self.capabilities.chunked_prefill
+        runs = [token_ids] if at_once else [[token] for token in token_ids]
+        start = kv.tokens
+        for run in runs:
+            if run is runs[-1]:
+                self._after_layer = after_layer
+            self._run(self._decoder, [run], [start], cache)
+            start += len(run)
+            cache.saw(len(run))
 
     def _run(self, net: Any, token_ids: Sequence[Sequence[int]], starts: Sequence[int], cache: StepCache) -> Any:
         """A forward pass over `token_ids` [batch, q], row i at positions from `starts[i]` on."""
