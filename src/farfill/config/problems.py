@@ -193,8 +193,8 @@ def _model_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
         if isinstance(current, type) and issubclass(current, BaseModel):
             field = current.model_fields.get(str(part))
             current = _without_none(field.annotation) if field else None
-        elif typing.get_origin(current) is dict:
-            current = typing.get_args(current)[1]
+        elif typing.get_origin(current) in (dict, list):
+            current = typing.get_args(current)[-1]
         else:
             return None
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None
