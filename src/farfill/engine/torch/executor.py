@@ -23,18 +23,17 @@ from farfill.engine.torch.step import StepCache
 class TorchExecutor:
     """Implements `engine.executor.Executor` with a transformers causal language model.
 
-    `capabilities` may be set between steps: they decide how a batch is decoded. `cpus` are those the thread that
-    computes, and the threads it starts, may run on; none: any.
+    `capabilities` may be set between steps: they decide how steps are computed.
     """
 
-    def __init__(self, model: Any, spec: KVSpec, *, cpus: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: Any, spec: KVSpec) -> None:
         self.capabilities = Capabilities()
         self._model = model
         self._decoder = decoder_of(model)
         self._spec = spec
         self._step_class = _step_class(model)
         self._takes_positions = "position_ids" in inspect.signature(self._decoder.forward).parameters
-        self._cpus = cpus
+        self._cpus: frozenset[int] = frozenset()
         self.on_progress: Callable[[], None] = lambda: None
         self._after_layer: Callable[[int], None] | None = None
         # A chunk may take longer than peers put up with silence; a layer does not.
@@ -45,6 +44,10 @@ class TorchExecutor:
     def layout(self) -> KVLayout:
         """The model's KV layout."""
         return self._spec.layout
+
+    def pin(self, cpus: frozenset[int]) -> None:
+        """Let the thread that computes the next step, and the threads it starts, run on `cpus` only; none: any."""
+        self._cpus = cpus
 
     def kv_bytes(self, capacity_tokens: int) -> int:
         """Memory of one sequence."""
@@ -60,7 +63,7 @@ class TorchExecutor:
     ) -> None:
         """Add the KV of one prefill chunk. Runs the model without its head."""
         assert isinstance(kv, TorchKV)
-        self._pin()
+        self._pin_this_thread()
         cache = self._step_class([kv], ragged=False)
         end = kv.tokens + len(token_ids)
         outlet = None if layer_done is None else _LayerOutlet(kv, end, layer_done)
@@ -89,7 +92,7 @@ class TorchExecutor:
     def _decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
         sequences = [kv for kv, _ in rows if isinstance(kv, TorchKV)]
         assert len(sequences) == len(rows)
-        self._pin()
+        self._pin_this_thread()
         tokens = [token for _, token in rows]
         if self.capabilities.merged_decode:
             caches = [self._step_class(sequences, ragged=True)]
@@ -140,7 +143,7 @@ class TorchExecutor:
         if self._after_layer is not None:
             self._after_layer(index)
 
-    def _pin(self) -> None:
+    def _pin_this_thread(self) -> None:
         """The thread that computes is known from its first step on."""
         if self._cpus:
             pin_thread(self._cpus)
