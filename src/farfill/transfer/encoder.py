@@ -97,9 +97,11 @@ def lossy_form(config: KVTransferConfig, layout: KVLayout) -> str:
     return codec.name.lower() if codec is not None and any(row_groups(t) for t in layout.tensors) else ""
 
 
-def measure_codecs(codec: ChunkCodec, sample: memoryview, item_bytes: int) -> dict[Codec, CodecSample]:
+def measure_codecs(
+    codec: ChunkCodec, sample: memoryview, item_bytes: int, limit_bytes: int = SAMPLE_BYTES
+) -> dict[Codec, CodecSample]:
     """Ratio and speed of every lossless codec on the head of `sample`, on this core, now."""
-    piece = sample[: max(1, min(len(sample), SAMPLE_BYTES) // item_bytes) * item_bytes]
+    piece = sample[: max(1, min(len(sample), limit_bytes) // item_bytes) * item_bytes]
     return {kind: _measure(codec, kind, piece, item_bytes) for kind in (Codec.LZ4, Codec.ZSTD)}
 
 
