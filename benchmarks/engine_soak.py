@@ -132,10 +132,11 @@ class Sink:
 class Soak:
     """One model's share of the requests."""
 
-    def __init__(self, loaded: Any, requests: int, seed: int) -> None:
+    def __init__(self, loaded: Any, other: Any, requests: int, seed: int) -> None:
+        """`loaded` and `other` are the same model: an executor belongs to one engine's thread."""
         info = replace(loaded.info, kv_total_bytes=1 << 30)
         quiet = EngineLimits(max_batch=4, max_queue=8, prefix_cache_bytes=0)
-        self.alone = LocalEngine(info, loaded.executor, loaded.vocabulary, quiet)
+        self.alone = LocalEngine(info, other.executor, other.vocabulary, quiet)
         self.executor: Any = FaultyExecutor(loaded.executor, 0.004)
         per_sequence = loaded.executor.kv_bytes(CONTEXT)
         limits = EngineLimits(
@@ -353,8 +354,8 @@ def save_models(folder: Path) -> list[Path]:
 def soak_model(path: Path, requests: int, figures: Figures) -> int:
     """All of one model; how many requests were checked."""
     model = ModelConfig.model_validate({"name": path.name, "path": path, "dtype": "float32"})
-    loaded = load_model(path, model, CHUNK_TOKENS, LoadOptions(checkpoint_every_chunks=2))
-    soak = Soak(loaded, requests, SEED)
+    loaded, other = (load_model(path, model, CHUNK_TOKENS, LoadOptions(checkpoint_every_chunks=2)) for _ in range(2))
+    soak = Soak(loaded, other, requests, SEED)
     process, levels = psutil.Process(), []
     sent = 0
 
