@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from _common import Figures, note, note_machine
-
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.policy.candidates import Candidate, PlacementRequest, candidate
 from farfill.policy.decider import OffloadDecision, OffloadQuery, SiteInputs, decide_offload
