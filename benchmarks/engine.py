@@ -3,7 +3,7 @@
 * `prefill`: the time of a plain transformers forward over the same chunks, divided by the engine's.
 * `decode`: tokens/s of 16 streams over those of one; what the engine adds to a decode step of the model.
 * `itl`: the gaps between the tokens of 16 streams while a long prompt is prefilled beside them, against the time of
-  one mixed step: a decode step plus a step's share of the prefill, both measured alone in the same run.
+  one mixed step: the model's decode step plus a step's share of the prompt's own compute time, in the same run.
 * `prefix`: time to first token when most of the prompt is a prefix hit, over that of a miss.
 * `move`: bytes/s of exporting a cache (one copy out of it) and importing it (one copy into it).
 
@@ -115,12 +115,6 @@ def measure_decode(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figu
 def measure_itl(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figures) -> None:
     """Gaps between tokens beside a long prefill. Runs once: the gaps are many."""
     engine = bench.engine(step_token_budget=STEP_TOKENS)
-    long_prompt = prompt_of(LONG_PROMPT_TOKENS + 1, 1)
-    begun = time.perf_counter()
-    sink, handle = prefill(engine, long_prompt)
-    sink.wait()
-    alone_s = time.perf_counter() - begun
-    handle.release()
     output = engine.info.max_context_tokens - STREAM_PROMPT_TOKENS
     works = [
         GenerateWork(
@@ -135,24 +129,23 @@ def measure_itl(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figures
     running = [engine.generate(work, sink) for work, sink in zip(works, sinks, strict=True)]
     for sink in sinks:
         sink.first.wait()
-    started = time.perf_counter()
-    while min(len(s.times) for s in sinks) < 20 and time.perf_counter() < started + 60:
-        time.sleep(0.05)
+    bench.executor.steps.clear()
     begun = time.perf_counter()
-    sink, handle = prefill(engine, long_prompt)
+    sink, handle = prefill(engine, prompt_of(LONG_PROMPT_TOKENS + 1, 1))
     sink.wait()
     ended = time.perf_counter()
     handle.release()
     for one in running:
         one.cancel()
     engine.close()
-    decode_s = median([b - a for s in sinks for a, b in _pairs(s.times) if started < a and b <= begun])
-    share_s = alone_s * (STEP_TOKENS - STREAMS) / LONG_PROMPT_TOKENS
-    worst = max(_p99([b - a for a, b in _pairs(s.times) if begun <= a and b <= ended]) for s in sinks)
+    assert sink.stats is not None
+    decode_s = median([seconds for at, _, seconds in bench.executor.steps if begun <= at <= ended])
+    share_s = sink.stats.compute_s * (STEP_TOKENS - STREAMS) / LONG_PROMPT_TOKENS
+    worst = max(_p99([b - a for a, b in pairwise(s.times) if begun <= a and b <= ended]) for s in sinks)
     note(
-        f"{dtype}: {LONG_PROMPT_TOKENS} tokens prefilled in {alone_s:.1f} s alone, {ended - begun:.1f} s beside "
-        f"{STREAMS} streams; decode step {decode_s * 1e3:.0f} ms, mixed step {(decode_s + share_s) * 1e3:.0f} ms, "
-        f"worst stream's p99 gap {worst * 1e3:.0f} ms"
+        f"{dtype}: {LONG_PROMPT_TOKENS} tokens prefilled in {ended - begun:.1f} s beside {STREAMS} streams, "
+        f"{sink.stats.compute_s:.1f} s of it their own; decode step {decode_s * 1e3:.0f} ms, mixed step "
+        f"{(decode_s + share_s) * 1e3:.0f} ms, worst stream's p99 gap {worst * 1e3:.0f} ms"
     )
     figures.at_most(f"engine_itl_p99_over_step_{dtype}", worst / (decode_s + share_s), 2.0)
 
@@ -213,10 +206,6 @@ def measure_move(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figure
     note(f"{dtype}: {total / 1e6:.0f} MB of KV, one copy each way")
     figures.at_least(f"engine_export_gb_per_s_{dtype}", out_rate, 1.5)
     figures.at_least(f"engine_import_gb_per_s_{dtype}", in_rate, 1.5)
-
-
-def _pairs(times: list[float]) -> list[tuple[float, float]]:
-    return list(pairwise(times))
 
 
 def _p99(gaps: list[float]) -> float:
