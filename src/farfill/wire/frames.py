@@ -156,6 +156,7 @@ class TensorPayload(msgspec.Struct, array_like=True, frozen=True):
     dtype: _ShortText
     row_shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=8)]
     window_tokens: int
+    row_tokens: int = 1
 
 
 class OpenPayload(msgspec.Struct, array_like=True, frozen=True):
@@ -206,7 +207,8 @@ def decode_payload(kind: type[_PayloadT], body: bytes | bytearray | memoryview) 
 def layout_payload(layout: KVLayout) -> tuple[TensorPayload, ...]:
     """`layout.tensors` as sent in OPEN."""
     return tuple(
-        TensorPayload(t.layer, t.name, str(t.kind), t.dtype, t.row_shape, t.window_tokens) for t in layout.tensors
+        TensorPayload(t.layer, t.name, str(t.kind), t.dtype, t.row_shape, t.window_tokens, t.row_tokens)
+        for t in layout.tensors
     )
 
 
@@ -224,7 +226,7 @@ def layout_difference(layout: KVLayout, theirs: OpenPayload) -> str | None:
         label = f"tensor {key[1][:64]!r} of layer {key[0]}"
         if other is None:
             return f"{label} is missing there"
-        for field in ("kind", "dtype", "row_shape", "window_tokens"):
+        for field in ("kind", "dtype", "row_shape", "window_tokens", "row_tokens"):
             if getattr(mine, field) != getattr(other, field):
                 name = "shape" if field == "row_shape" else field
                 return f"{label} has {name} {getattr(other, field)!r} there, {getattr(mine, field)!r} here"
