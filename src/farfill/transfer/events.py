@@ -92,10 +92,14 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A connection can take a chunk; when none waits, one that is in flight elsewhere for `overdue_s` or longer."""
+    """A connection can take a chunk; when none waits, one that is in flight elsewhere for `overdue_s` or longer.
+
+    `early`: the receiver granted this connection chunks before ACCEPT.
+    """
 
     connection: int
     overdue_s: float = math.inf
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +210,11 @@ class SendFail:
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Encode and send this chunk on the pulling connection."""
+    """Encode and send this chunk on the pulling connection; `early`: ACCEPT was not seen yet."""
 
     chunk: int
     attempt: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

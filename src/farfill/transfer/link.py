@@ -33,12 +33,13 @@ from farfill.transfer.turns import Turns
 from farfill.transport.protocol import OutgoingFrame, PathSample, Transport
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
-from farfill.wire.frames import HelloPayload, ReasonPayload
+from farfill.wire.frames import EarlyGrant, HelloPayload, ReasonPayload
 
 # An acknowledgement that takes this many times what link and queue explain is overdue.
 OVERDUE_FACTOR = 4.0
 OVERDUE_MIN_S = 1.0
 OVERDUE_UNKNOWN_S = 2.0
+SLOW_ACCEPT_ROUND_TRIPS = 3.0
 
 _log = structlog.get_logger(__name__)
 
@@ -106,6 +107,8 @@ class PeerLink:
         self._unsettled_bytes = 0
         self._reserved_bytes = 0
         self._credit_bytes = math.inf
+        self._grant = EarlyGrant()
+        self._early_bytes = 0
         self._withheld = False
         self._used_s = clock.now_s()
         self._tuner = ConnectionTuner(None if config.connections == "auto" else config.connections)
@@ -177,6 +180,12 @@ class PeerLink:
         return any(slot.alive for slot in [*self._slots, *self._retired])
 
     @property
+    def chunk_limit_bytes(self) -> float:
+        """The largest chunk the receiver takes, once it has told."""
+        with self._lock:
+            return self._grant.chunk_bytes or math.inf
+
+    @property
     def connections(self) -> int:
         """How many are kept, standing or not."""
         return self._tuner.wanted if self.address else max(1, len(self._slots))
@@ -190,6 +199,21 @@ class PeerLink:
 
     def chunks_ready(self) -> None:
         self._wake()
+
+    def reserve_early(self, chunk_bytes: int, total_bytes: int) -> int:
+        with self._lock:
+            grant = self._grant
+            if not any(slot.standing for slot in self._slots) or chunk_bytes > grant.chunk_bytes:
+                return 0
+            nbytes = max(0, min(total_bytes, grant.early_bytes - self._early_bytes))
+            self._early_bytes += nbytes
+            return nbytes
+
+    def release_early(self, nbytes: int, waited_s: float) -> None:
+        with self._lock:
+            self._early_bytes -= nbytes
+            if waited_s > SLOW_ACCEPT_ROUND_TRIPS * (self.estimate.rtt_s or 0.0):
+                self.estimate.interrupted()  # what waited there for its transfer tells nothing about the link
 
     def sent(self, wire_bytes: int, codec: Codec) -> None:
         with self._lock:
@@ -281,14 +305,19 @@ class PeerLink:
             if frame is not None:
                 return frame
 
-    def next_chunk(self, connection: int, codec: ChunkCodec) -> tuple[PushedTransfer, OutgoingFrame] | None:
-        """The next chunk of the transfer whose turn it is; when none waits, one that is stuck on another connection."""
+    def next_chunk(
+        self, connection: int, codec: ChunkCodec, *, early: bool
+    ) -> tuple[PushedTransfer, OutgoingFrame] | None:
+        """The next chunk of the transfer whose turn it is; when none waits, one that is stuck on another connection.
+
+        `early`: the connection may carry chunks before ACCEPT.
+        """
         with self._lock:
             overdue_s = self._overdue_s
             in_turn = self._turns.order(self._transfers.values())
         for take_over in (False, True):
             for transfer in in_turn:
-                ready = transfer.has_overdue(connection, overdue_s) if take_over else transfer.has_chunks
+                ready = transfer.has_overdue(connection, overdue_s) if take_over else transfer.has_chunks(early=early)
                 if not ready:
                     continue
                 nbytes = transfer.chunk_bytes
@@ -296,7 +325,7 @@ class PeerLink:
                     return None
                 frame: OutgoingFrame | None = None
                 try:
-                    frame = transfer.pull(connection, codec, overdue_s if take_over else math.inf)
+                    frame = transfer.pull(connection, codec, overdue_s if take_over else math.inf, early=early)
                 finally:
                     with self._lock:
                         self._reserved_bytes -= nbytes
@@ -315,10 +344,11 @@ class PeerLink:
                 self._turns.charge(transfer, nbytes)
             return not self._withheld
 
-    def credit(self, nbytes: int) -> None:
-        """The receiver allows so many unacknowledged bytes. One chunk may always travel."""
+    def credit(self, nbytes: int, grant: EarlyGrant) -> None:
+        """The receiver allows so many unacknowledged bytes, and so much before ACCEPT. One chunk may always travel."""
         with self._lock:
             self._credit_bytes = nbytes
+            self._grant = grant
         self._wake()
 
     def connected(self, generation: str) -> None:
@@ -388,7 +418,7 @@ class PeerLink:
         """Let the number of connections follow what the path showed."""
         now_s = self.clock.now_s()
         with self._lock:
-            busy = any(transfer.has_chunks for transfer in self._transfers.values())
+            busy = any(transfer.has_chunks() for transfer in self._transfers.values())
             path = self._watch.take(now_s)
             if path is None:
                 return

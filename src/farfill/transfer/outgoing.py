@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from farfill.core.layout import DTYPE_BYTES, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
+from farfill.transfer.account import SentAccount
 from farfill.transfer.events import (
     Accepted,
     Acked,
@@ -53,10 +53,11 @@ from farfill.transfer.grid import Chunk
 from farfill.transfer.limits import fallback_reason, known_reason
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import TransferStats
-from farfill.transfer.sender_machine import SenderMachine
+from farfill.transfer.sender_machine import EARLY_REFUSED, SenderMachine
 from farfill.transport.protocol import OutgoingFrame
 from farfill.wire.frames import (
     FLAG_CHECKSUM,
+    FLAG_EARLY,
     NO_CHECKSUM,
     AcceptPayload,
     FrameHeader,
@@ -79,6 +80,14 @@ class Link(Protocol):
 
     def codec_for(self, sample: memoryview, item_bytes: int, codec: ChunkCodec) -> Codec:
         """The codec for these bytes; they also serve as a sample, if one is due."""
+        ...
+
+    def reserve_early(self, chunk_bytes: int, total_bytes: int) -> int:
+        """How many bytes may leave before ACCEPT; to be given back with `release_early`."""
+        ...
+
+    def release_early(self, nbytes: int, waited_s: float) -> None:
+        """The transfer was accepted, or is over, so long after it began."""
         ...
 
     def sent(self, wire_bytes: int, codec: Codec) -> None: ...
@@ -105,7 +114,7 @@ class _Order:
 
     chunk: Chunk
     raw: memoryview
-    attempt: int
+    send: SendChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,12 +156,10 @@ class PushedTransfer:
         self._detached = False
         self._leaving: dict[OutgoingFrame, int] = {}
         self._unsettled: dict[int, int] = {}
+        self._early_bytes = 0
         self._generation: str | None = None
         self._outcome: Future[Ended] = Future()
-        self._first_byte_s = self._finish_called_s = self._ended_s = self._began_s
-        self._raw_bytes = self._wire_bytes = self._chunks = self._resent = 0
-        self._codecs: Counter[str] = Counter()
-        self._carriers: set[int] = set()
+        self._account = SentAccount(self._began_s)
 
     # What the worker calls
 
@@ -180,7 +187,7 @@ class PushedTransfer:
 
     def finish(self) -> None:
         """See `OutgoingTransfer`."""
-        self._finish_called_s = self._clock.now_s()
+        self._account.finish_called_s = self._clock.now_s()
         self.handle(Finished())
 
     def fail(self, reason: FallbackReason, detail: str) -> None:
@@ -198,28 +205,26 @@ class PushedTransfer:
 
     def stats(self) -> TransferStats:
         """The account so far."""
-        return TransferStats(
-            raw_bytes=self._raw_bytes,
-            wire_bytes=self._wire_bytes,
-            chunks=self._chunks,
-            resent_chunks=self._resent,
-            codec=self._codecs.most_common(1)[0][0] if self._codecs else Codec.NONE.name.lower(),
-            connections=len(self._carriers),
-            first_byte_s=self._first_byte_s - self._began_s,
-            total_s=self._ended_s - self._began_s,
-            after_prefill_s=max(0.0, self._ended_s - self._finish_called_s),
-        )
+        with self._lock:
+            return self._account.stats()
 
     # What the link calls
 
     def begin(self) -> None:
-        """Ask for the OPEN to be sent."""
-        self._apply(self._machine.begin())
+        """Ask for the OPEN to be sent; chunks may follow it at once as far as the receiver granted that."""
+        chunk_bytes = self._options.chunk_bytes
+        early_bytes = self._link.reserve_early(chunk_bytes, self._manifest.total_bytes)
+        with self._lock:
+            self._early_bytes = early_bytes
+            effects = self._machine.begin(chunk_bytes, early_bytes)
+        self._apply(effects)
+        if self._machine.ended is not None:
+            self._release_early()
 
-    @property
-    def has_chunks(self) -> bool:
-        """Whether `pull` may yield one."""
-        return self._machine.has_chunks
+    def has_chunks(self, *, early: bool = True) -> bool:
+        """Whether `pull` may yield one; `early`: on a connection that may carry chunks before ACCEPT."""
+        with self._lock:
+            return self._machine.has_chunks(early=early)
 
     def control_frame(self, control: Control | ReasonPayload, connection: int) -> OutgoingFrame | None:
         """The frame of a queued control, about to leave on `connection`; None when it no longer matters."""
@@ -252,9 +257,11 @@ class PushedTransfer:
         with self._lock:
             return self._machine.has_overdue(connection, overdue_s, self._clock.now_s())
 
-    def pull(self, connection: int, codec: ChunkCodec, overdue_s: float = math.inf) -> OutgoingFrame | None:
-        """The next chunk as a frame for `connection`, or None. `overdue_s`: see `events.Pull`."""
-        order = self._take(connection, overdue_s)
+    def pull(
+        self, connection: int, codec: ChunkCodec, overdue_s: float = math.inf, *, early: bool = False
+    ) -> OutgoingFrame | None:
+        """The next chunk as a frame for `connection`, or None. `overdue_s`, `early`: see `events.Pull`."""
+        order = self._take(Pull(connection, overdue_s, early))
         if order is None:
             return None
         encoded: _Encoded | None = None
@@ -267,7 +274,9 @@ class PushedTransfer:
                     encoded = None
                 if encoded is not None:
                     self._leaving[encoded.frame] = connection
-                    self._account(order, encoded, connection)
+                    self._unsettled[order.chunk.index] = encoded.wire_bytes
+                    self._link.sent(encoded.wire_bytes, encoded.codec)
+                    self._account.sent(order.chunk, encoded.wire_bytes, encoded.codec, connection, self._clock.now_s())
             self._resolve()
         if encoded is None:
             return None
@@ -290,7 +299,11 @@ class PushedTransfer:
     def accepted(self, payload: AcceptPayload, generation: str) -> None:
         """ACCEPT arrived from that run of the peer."""
         self._generation = generation
+        with self._lock:
+            if self._machine.grid is not None and self._machine.grid.chunk_bytes != payload.chunk_bytes:
+                self._account.recut()
         self.handle(Accepted(payload.chunk_bytes, payload.held))
+        self._release_early()
 
     def peer_is(self, generation: str) -> None:
         """A connection now stands to that run of the peer."""
@@ -302,16 +315,17 @@ class PushedTransfer:
         grid = self._machine.grid
         if grid is None:
             raise ProtocolError(f"{header.type.name} before ACCEPT", reason="bad_frame")
-        found = grid.find(header.piece, header.offset)
-        chunk = found.index
-        acknowledged = header.type is FrameType.ACK
-        with self._lock:
-            wire_bytes = self._unsettled.pop(chunk, 0)
-        self._link.settled(wire_bytes, found.nbytes if acknowledged else 0)
-        if acknowledged:
-            self.handle(Acked(chunk))
-        else:
-            self.handle(Nacked(chunk, header.attempt, known_reason(decode_payload(ReasonPayload, payload).reason)))
+        if header.type is FrameType.ACK:
+            found = grid.find(header.piece, header.offset)
+            with self._lock:
+                wire_bytes = self._unsettled.pop(found.index, 0)
+            self._link.settled(wire_bytes, found.nbytes)
+            self.handle(Acked(found.index))
+            return
+        reason = known_reason(decode_payload(ReasonPayload, payload).reason)
+        if reason == EARLY_REFUSED and self._machine.accepted and header.offset % grid.chunk_bytes:
+            return  # of the cut before ACCEPT
+        self.handle(Nacked(grid.find(header.piece, header.offset).index, header.attempt, reason))
 
     def peer_failed(self, payload: ReasonPayload) -> None:
         """FAIL or REFUSE arrived."""
@@ -349,7 +363,7 @@ class PushedTransfer:
     def _settle_resent(self, chunk: int, reason: str) -> None:
         with self._lock:
             wire_bytes = self._unsettled.pop(chunk, 0)
-            self._resent += 1
+            self._account.resent_chunks += 1
         self._link.settled(wire_bytes, 0)
         self._observer.resent(reason)
 
@@ -360,17 +374,17 @@ class PushedTransfer:
             wire_bytes = self._unsettled.pop(chunk, 0)
         self._link.settled(wire_bytes, grid.chunk(chunk).nbytes)
 
-    def _take(self, connection: int, overdue_s: float) -> _Order | None:
+    def _take(self, pull: Pull) -> _Order | None:
         """The next chunk to read; the caller is a reader of the offered bytes from now on."""
         with self._lock:
-            effects = self._machine.handle(Pull(connection, overdue_s), self._clock.now_s())
+            effects = self._machine.handle(pull, self._clock.now_s())
             send = next((e for e in effects if isinstance(e, SendChunk)), None)
             order: _Order | None = None
             if send is not None:
                 assert self._machine.grid is not None
                 chunk = self._machine.grid.chunk(send.chunk)
                 raw = self._bytes[chunk.piece][chunk.offset : chunk.offset + chunk.nbytes].toreadonly()
-                order = _Order(chunk, raw, send.attempt)
+                order = _Order(chunk, raw, send)
                 self._readers += 1
         self._apply(effects)
         return order
@@ -387,31 +401,25 @@ class PushedTransfer:
             chunk.nbytes,
             len(wire),
             used,
-            FLAG_CHECKSUM if self._options.checksum else 0,
+            (FLAG_CHECKSUM if self._options.checksum else 0) | (FLAG_EARLY if order.send.early else 0),
             xxhash.xxh3_128_digest(raw) if self._options.checksum else NO_CHECKSUM,
-            order.attempt,
+            order.send.attempt,
         )
         return _Encoded(OutgoingFrame(header.pack(), memoryview(wire)), len(wire), used)
 
     def _tensor(self, chunk: Chunk) -> TensorLayout:
         return self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
 
-    def _account(self, order: _Order, encoded: _Encoded, connection: int) -> None:
-        chunk = order.chunk
-        if not self._chunks:
-            self._first_byte_s = self._clock.now_s()
-        if order.attempt == 0:
-            self._chunks += 1
-            self._raw_bytes += chunk.nbytes
-        self._wire_bytes += encoded.wire_bytes
-        self._codecs[encoded.codec.name.lower()] += chunk.nbytes
-        self._carriers.add(connection)
-        self._unsettled[chunk.index] = encoded.wire_bytes
-        self._link.sent(encoded.wire_bytes, encoded.codec)
+    def _release_early(self) -> None:
+        with self._lock:
+            nbytes, self._early_bytes = self._early_bytes, 0
+        if nbytes:
+            self._link.release_early(nbytes, self._clock.now_s() - self._began_s)
 
     def _end(self) -> None:
-        self._ended_s = self._clock.now_s()
+        self._account.ended_s = self._clock.now_s()
         self._link.ended(self)
+        self._release_early()
         with self._lock:
             leaving = list(self._leaving)
             unsettled, self._unsettled = sum(self._unsettled.values()), {}

@@ -27,6 +27,7 @@ from farfill.engine.protocol import KVSlot
 from farfill.topology.connections import FEW
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.budget import ReceiveBudget
+from farfill.transfer.early import SHARE, EarlyChunks, key_of
 from farfill.transfer.events import Ended
 from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
@@ -38,6 +39,7 @@ from farfill.transport.protocol import Transport
 from farfill.transport.tcp import TlsTcpTransport
 from farfill.wire.control import PROTOCOL_VERSION
 from farfill.wire.frames import (
+    EarlyGrant,
     FrameHeader,
     FrameType,
     HelloPayload,
@@ -111,6 +113,7 @@ class KVReceiver:
         chunk_bytes = min(config.chunk_size_mb, config.receive_budget_mb // 4) * _MIB
         self.budget = ReceiveBudget(config.receive_budget_mb * _MIB, chunk_bytes)
         self._chunk_limit_bytes = chunk_bytes
+        self.early = EarlyChunks(self.budget, config.timeout_ms / 1000, clock.now_s)
         self._layout = layout
         self._verifier = verifier
         self._config = config
@@ -230,6 +233,18 @@ class KVReceiver:
         for transfer in waiting:
             transfer.peer_failed(fallback_reason(reason), f"{reason}: {detail}")
 
+    def early_grant(self, credit_bytes: int) -> EarlyGrant:
+        """What a sender with that credit may send before it sees ACCEPT."""
+        return EarlyGrant(credit_bytes // SHARE, self._chunk_limit_bytes)
+
+    def may_open(self, session: AcceptorSession, key: bytes) -> bool:
+        """Whether this peer may still open that transfer."""
+        with self._lock:
+            transfer = self._expected.get(key)
+            if transfer is None:
+                return key not in self._ended and key not in self._failed_early
+        return transfer.ticket.prefill == session.peer_name and not transfer.opened
+
     def opened(self, session: AcceptorSession, key: bytes, payload: OpenPayload) -> None:
         """OPEN: check everything, then serve, park or refuse."""
         try:
@@ -265,6 +280,7 @@ class KVReceiver:
             if key not in self._ended and key not in self._expected and len(self._failed_early) < MAX_PARKED:
                 until_s = self._clock.now_s() + self._config.timeout_ms / 1000
                 self._failed_early[key] = _FailedEarly(session.peer_name, payload, until_s)
+        self.early.turn_away(key_of(session, key))
 
     def transfer(self, session: AcceptorSession, key: bytes) -> AwaitedTransfer | None:
         """The live transfer of that key, if this peer may speak about it."""
@@ -304,6 +320,7 @@ class KVReceiver:
             self._ended[transfer.key] = record
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
+        self.early.ended(transfer.key)
 
     def _verify(self, session: AcceptorSession, key: bytes, payload: OpenPayload) -> Ticket:
         ticket = self._verifier.verify(payload.token)
@@ -339,6 +356,7 @@ class KVReceiver:
             return
         transfer.generation = session.peer_generation
         transfer.open(parked.payload.chunk_bytes, session)
+        self.early.opened(key_of(session, transfer.key))
         if not self._acceptor.sessions(session.peer_name, session.peer_generation):
             transfer.link(up=False)  # it was parked, and its connections went meanwhile
 
@@ -348,6 +366,7 @@ class KVReceiver:
         self._observer.refused(error.reason)
         _log.warning("transfer_refused", peer=session.peer_name, reason=error.reason, detail=str(error))
         session.send(FrameHeader(FrameType.FAIL, key), ReasonPayload(error.reason, str(error)[:2048]))
+        self.early.turn_away(key_of(session, key))
         transfer = self.transfer(session, key) if concerns_transfer else None
         # Its own sender showed something unusable: waiting longer brings nothing.
         if transfer is not None and not transfer.opened:
@@ -383,6 +402,7 @@ class KVReceiver:
         if self._reach is not None:
             self._reach.tick()
         self._forget()
+        self.early.forget()
 
     def _forget(self) -> None:
         """Refuse what nobody expected in time; drop records of expired tickets."""

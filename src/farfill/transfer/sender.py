@@ -127,7 +127,7 @@ class KVSender:
             chunk_bytes=propose_chunk_bytes(
                 manifest.total_bytes,
                 link.connections,
-                config.chunk_size_mb * _MIB,
+                min(config.chunk_size_mb * _MIB, link.chunk_limit_bytes),
                 link.estimate.rate_bytes_per_s,
             ),
             checksum=config.checksum,

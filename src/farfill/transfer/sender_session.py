@@ -21,6 +21,7 @@ from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
     AcceptPayload,
+    EarlyGrant,
     FrameHeader,
     FrameType,
     HelloPayload,
@@ -57,7 +58,9 @@ class Pool(Protocol):
 
     def next_control(self, connection: int) -> OutgoingFrame | None: ...
 
-    def next_chunk(self, connection: int, codec: ChunkCodec) -> tuple[PushedTransfer, OutgoingFrame] | None: ...
+    def next_chunk(
+        self, connection: int, codec: ChunkCodec, *, early: bool
+    ) -> tuple[PushedTransfer, OutgoingFrame] | None: ...
 
     def connected(self, generation: str) -> None: ...
 
@@ -69,7 +72,7 @@ class Pool(Protocol):
 
     def round_trip(self, seconds: float) -> None: ...
 
-    def credit(self, nbytes: int) -> None: ...
+    def credit(self, nbytes: int, grant: EarlyGrant) -> None: ...
 
     def sampled(self, connection: int, path: PathSample) -> None: ...
 
@@ -84,6 +87,7 @@ class SenderSession(PeerSession):
         self._peer = peer
         self._codec = ChunkCodec()
         self._refusal: ReasonPayload | None = None
+        self._early = False
         self._carried: dict[OutgoingFrame, PushedTransfer] = {}
         self.send(FrameHeader(FrameType.HELLO), pool.me)
 
@@ -94,7 +98,7 @@ class SenderSession(PeerSession):
         frame = self._pool.next_control(self._slot.number)
         if frame is not None or self.finishing:
             return frame
-        taken = self._pool.next_chunk(self._slot.number, self._codec)
+        taken = self._pool.next_chunk(self._slot.number, self._codec, early=self._early)
         if taken is None:
             return None
         transfer, frame = taken
@@ -162,7 +166,9 @@ class SenderSession(PeerSession):
                 if round_trip_s is not None:
                     self._pool.round_trip(round_trip_s)
             case FrameType.CREDIT:
-                self._pool.credit(header.offset)
+                grant = decode_payload(EarlyGrant, payload) if len(payload) else EarlyGrant()
+                self._early = grant.early_bytes > 0
+                self._pool.credit(header.offset, grant)
             case _ if transfer is None and header.type in _ANSWERS:
                 pass  # it ended here meanwhile
             case FrameType.ACK | FrameType.NACK:
