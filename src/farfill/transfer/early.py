@@ -2,8 +2,8 @@
 
 A sender may send within its grant before it sees ACCEPT, so chunks overtake OPEN on other connections, and OPEN may
 have to wait for the worker to expect it. Such chunks get memory of the receive budget, at most a quarter of the
-sender's share. Once the OPEN passed every check they go the way of all others: placed, verified, answered. What finds no memory,
-is cut otherwise, or waits too long is answered with NACK `early_refused`, and nothing of it is kept.
+sender's share. Once the OPEN passed every check they go the way of all others: placed, verified, answered. What finds
+no memory, is cut otherwise, or waits too long is answered with NACK `early_refused`, and nothing of it is kept.
 """
 
 from __future__ import annotations
