@@ -40,6 +40,11 @@ OVERDUE_FACTOR = 4.0
 OVERDUE_MIN_S = 1.0
 OVERDUE_UNKNOWN_S = 2.0
 SLOW_ACCEPT_ROUND_TRIPS = 3.0
+# Unsent bytes of all connections together: so much of the link's rate, enough for a thread that gets no CPU at once.
+UNSENT_S = 0.02
+UNSENT_UNKNOWN_BYTES = 2 * 1024 * 1024
+UNSENT_MIN_BYTES = 16 * 1024
+UNSENT_MAX_BYTES = 512 * 1024
 
 _log = structlog.get_logger(__name__)
 
@@ -178,6 +183,14 @@ class PeerLink:
     def alive(self) -> bool:
         """Whether a thread still runs."""
         return any(slot.alive for slot in [*self._slots, *self._retired])
+
+    @property
+    def unsent_bytes(self) -> int:
+        """How much a connection may hold that has not left: what is committed to a slow one cannot go elsewhere."""
+        with self._lock:
+            rate = self.estimate.rate_bytes_per_s
+        share = UNSENT_UNKNOWN_BYTES if rate is None else rate * UNSENT_S
+        return int(min(UNSENT_MAX_BYTES, max(UNSENT_MIN_BYTES, share / max(1, len(self._slots)))))
 
     @property
     def chunk_limit_bytes(self) -> float:
@@ -417,8 +430,8 @@ class PeerLink:
     def _tune(self) -> None:
         """Let the number of connections follow what the path showed."""
         now_s = self.clock.now_s()
+        busy = any(transfer.has_chunks() for transfer in self._snapshot())
         with self._lock:
-            busy = any(transfer.has_chunks() for transfer in self._transfers.values())
             path = self._watch.take(now_s)
             if path is None:
                 return

@@ -223,8 +223,7 @@ class PushedTransfer:
 
     def has_chunks(self, *, early: bool = True) -> bool:
         """Whether `pull` may yield one; `early`: on a connection that may carry chunks before ACCEPT."""
-        with self._lock:
-            return self._machine.has_chunks(early=early)
+        return self._machine.has_chunks(early=early)
 
     def control_frame(self, control: Control | ReasonPayload, connection: int) -> OutgoingFrame | None:
         """The frame of a queued control, about to leave on `connection`; None when it no longer matters."""

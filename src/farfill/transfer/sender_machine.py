@@ -96,10 +96,10 @@ class SenderMachine:
         return self._accepted
 
     def has_chunks(self, *, early: bool) -> bool:
-        """Whether a Pull would yield a chunk that waits."""
+        """Whether a Pull would most likely yield a chunk that waits. May be asked while another thread advances."""
         if self.ended is not None or not self._pending:
             return False
-        return self._accepted or (early and self._fits_early(self._pending[0]))
+        return self._accepted or (early and self._grid is not None and self._early_bytes >= self._next_bytes)
 
     def has_overdue(self, connection: int, overdue_s: float, now_s: float) -> bool:
         """Whether a Pull by `connection` would take over a chunk from one that is stuck."""
@@ -184,8 +184,12 @@ class SenderMachine:
         attempt = self._attempts.setdefault(chunk, self._first_attempt)
         return [*effects, SendChunk(chunk, attempt, early), *self._check_finish(now_s)]
 
-    def _fits_early(self, chunk: int) -> bool:
-        return self._early_bytes >= self._nbytes(chunk)
+    @property
+    def _next_bytes(self) -> int:
+        try:
+            return self._nbytes(self._pending[0])
+        except IndexError:
+            return 0
 
     def _nbytes(self, chunk: int) -> int:
         assert self._grid is not None

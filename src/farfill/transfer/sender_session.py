@@ -54,6 +54,9 @@ class Pool(Protocol):
     config: KVTransferConfig
     liveness: Liveness
 
+    @property
+    def unsent_bytes(self) -> int: ...
+
     def transfer(self, key: bytes) -> PushedTransfer | None: ...
 
     def next_control(self, connection: int) -> OutgoingFrame | None: ...
@@ -114,6 +117,10 @@ class SenderSession(PeerSession):
     @property
     def busy(self) -> bool:
         return bool(self._carried)
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._pool.unsent_bytes
 
     def sampled(self, path: PathSample) -> None:
         self._pool.sampled(self._slot.number, path)
