@@ -45,7 +45,7 @@ from farfill.transfer.events import (
     WriteChunk,
 )
 from farfill.transfer.receiver_machine import ReceiverMachine
-from farfill.transfer.sender_machine import SenderMachine
+from farfill.transfer.sender_machine import EARLY_REFUSED, SenderMachine
 
 LAYOUT = KVLayout((TensorLayout(0, "k", TensorKind.FULL, "float32", (256, 128)),), prefill_chunk_tokens=1)
 MANIFEST = build_manifest(LAYOUT, 3)
@@ -77,6 +77,50 @@ class TestSender:
         assert machine.handle(Pull(0), 0.0) == []
         assert ChunksReady() in machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
         assert machine.handle(Pull(0), 0.1) == [SendChunk(0, 0)]
+
+    def test_granted_chunks_leave_before_accept_and_only_where_granted(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(CHUNK, CHUNK)
+        assert ChunksReady() in machine.handle(Offered((0, 1, 2)), 0.0)
+        assert machine.handle(Pull(0), 0.0) == [], "this connection has no grant"
+        assert machine.handle(Pull(0, early=True), 0.0) == [SendChunk(0, 0, early=True)]
+        assert machine.handle(Pull(1, early=True), 0.0) == [], "the grant is used up"
+        assert machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.handle(Pull(1, early=True), 0.1) == [SendChunk(1, 0)]
+        assert machine.inflight == 2, "the early one is not sent again"
+
+    def test_refused_early_chunk_waits_for_accept_and_is_no_failure(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(CHUNK, 10 * CHUNK)
+        machine.handle(Offered((0, 1, 2)), 0.0)
+        assert machine.handle(Pull(0, early=True), 0.0) == [SendChunk(0, 0, early=True)]
+        assert machine.handle(Nacked(0, 0, EARLY_REFUSED), 0.0) == [Resent(0, EARLY_REFUSED)]
+        assert machine.handle(Pull(0, early=True), 0.0) == []
+        machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.handle(Pull(0), 0.1) == [SendChunk(0, 1)]
+        for attempt in range(1, LIMITS.retry + 1):
+            machine.handle(Nacked(0, attempt, EARLY_REFUSED), 0.1)
+            assert machine.handle(Pull(0), 0.1) == [SendChunk(0, attempt + 1)]
+        assert isinstance(machine.handle(Nacked(0, LIMITS.retry + 1, EARLY_REFUSED), 0.1)[-1], Ended), "not for ever"
+
+    def test_early_chunks_of_a_lost_connection_are_asked_for_after_accept(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(CHUNK, 10 * CHUNK)
+        machine.handle(ControlSent(Control.OPEN, 0), 0.0)
+        machine.handle(Offered((0, 1, 2)), 0.0)
+        machine.handle(Pull(1, early=True), 0.0)
+        assert machine.handle(ConnectionLost(1), 0.0) == [], "the receiver may not know the transfer yet"
+        assert SendControl(Control.RESUME) in machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert Confirmed(0) in machine.handle(Accepted(CHUNK, b"\1"), 0.2)
+
+    def test_other_cut_than_proposed_starts_afresh(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(2 * CHUNK, 10 * CHUNK)
+        machine.handle(Offered((0, 1, 2)), 0.0)
+        machine.handle(Pull(0, early=True), 0.0)
+        assert Resent(0, "recut") in machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.handle(Nacked(0, 0, EARLY_REFUSED), 0.1) == [], "of the cut before"
+        assert machine.handle(Pull(0), 0.1) == [SendChunk(0, 1)]
 
     def test_held_chunks_are_skipped(self) -> None:
         machine = SenderMachine(MANIFEST, LIMITS, 0.0)
