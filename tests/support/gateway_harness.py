@@ -32,6 +32,7 @@ class RecordingObserver(SilentObserver):
         self.finished: list[RequestSummary] = []
         self.legs: list[str] = []
         self.retries: list[str] = []
+        self.continued: list[tuple[str, str]] = []
 
     def request_accepted(self) -> None:
         self.accepted += 1
@@ -41,6 +42,9 @@ class RecordingObserver(SilentObserver):
 
     def prefill_leg_ended(self, prefill: Instance, outcome: str, seconds: float, wire_bytes: int) -> None:
         self.legs.append(outcome)
+
+    def prefill_continued(self, reason: str, outcome: str) -> None:
+        self.continued.append((reason, outcome))
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         self.retries.append(reason)

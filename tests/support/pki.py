@@ -63,12 +63,16 @@ class Pki:
             self._issued[name] = self._issue(name, uri or f"farfill://{CLUSTER}/{site}/{role}/{name}")
         return self._issued[name]
 
-    def _issue(self, name: str, uri: str) -> Credentials:
+    def without_common_name(self, name: str) -> Credentials:
+        """As etcd's JSON API wants client certificates."""
+        return self._issue(name, f"farfill://{CLUSTER}/near/registry/{name}", subject=x509.Name([]))
+
+    def _issue(self, name: str, uri: str, subject: x509.Name | None = None) -> Credentials:
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(uri), x509.DNSName("localhost")]
         usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            _builder(name, self._ca.subject)
+            _builder(name, self._ca.subject, subject)
             .public_key(key.public_key())
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
@@ -103,11 +107,11 @@ def make_ticket_keys() -> tuple[bytes, bytes]:
     return key.private_bytes(*_PKCS8), public
 
 
-def _builder(name: str, issuer: x509.Name) -> x509.CertificateBuilder:
+def _builder(name: str, issuer: x509.Name, subject: x509.Name | None = None) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
-        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]))
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) if subject is None else subject)
         .issuer_name(issuer)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - datetime.timedelta(hours=1))

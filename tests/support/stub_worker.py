@@ -18,6 +18,8 @@ from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.core.ticket import Ticket
 from farfill.wire.control import (
     CONTENT_TYPE,
+    ContinueCommand,
+    ContinueReply,
     DecodeCommand,
     EndEvent,
     ErrorBody,
@@ -29,6 +31,7 @@ from farfill.wire.control import (
     PrefillReport,
     StartEvent,
     TokensEvent,
+    TransferStatus,
 )
 from farfill.wire.events import encode_event
 
@@ -48,6 +51,9 @@ REPORT = PrefillReport(
 )
 
 
+HELD_BYTES = 1234
+
+
 def sign_stub_ticket(ticket: Ticket) -> str:
     """What stubs take for a signed ticket."""
     return ticket.transfer_id
@@ -58,11 +64,22 @@ class Transfers:
     """Transfers both stubs know of: None when complete, else the reason they failed."""
 
     outcomes: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
+    decisions: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
 
     def of(self, transfer_id: str) -> asyncio.Future[str | None]:
         if transfer_id not in self.outcomes:
             self.outcomes[transfer_id] = asyncio.get_running_loop().create_future()
         return self.outcomes[transfer_id]
+
+    def decision(self, transfer_id: str) -> asyncio.Future[str | None]:
+        """The transfer that takes over from this failed one; None: no other will."""
+        if transfer_id not in self.decisions:
+            self.decisions[transfer_id] = asyncio.get_running_loop().create_future()
+        return self.decisions[transfer_id]
+
+    def decide(self, transfer_id: str, following: str | None) -> None:
+        if not self.decision(transfer_id).done():
+            self.decision(transfer_id).set_result(following)
 
     def end(self, transfer_id: str, reason: str | None) -> None:
         outcome = self.of(transfer_id)
@@ -85,6 +102,7 @@ class StubWorker:
     # knobs
     refuse: tuple[int, ErrorBody] | None = None
     refuse_tickets: bool = False
+    refuse_continuation: bool = False
     drop_connections: int = 0
     cached_tokens: int = 0
     texts: list[str] | None = None
@@ -97,6 +115,7 @@ class StubWorker:
     decodes: list[DecodeCommand] = field(default_factory=list)
     prefills: list[PrefillCommand] = field(default_factory=list)
     failures_told: list[tuple[str, FailTransferCommand]] = field(default_factory=list)
+    continued: list[tuple[str, ContinueCommand]] = field(default_factory=list)
     withdrawn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     received: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     _runner: web.AppRunner | None = None
@@ -107,6 +126,8 @@ class StubWorker:
         app.router.add_post("/v1/decode", self._decode)
         app.router.add_post("/v1/prefill", self._prefill)
         app.router.add_post("/v1/transfers/{transfer_id}/fail", self._fail_transfer)
+        app.router.add_post("/v1/transfers/{transfer_id}/continue", self._continue_transfer)
+        app.router.add_get("/v1/transfers/{transfer_id}", self._transfer_status)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self.tls)
@@ -183,11 +204,24 @@ class StubWorker:
         return response
 
     async def _await_transfer(self, command: DecodeCommand) -> str | None:
-        try:
-            async with asyncio.timeout(command.timeout_s):
-                return await asyncio.shield(self.transfers.of(command.ticket))
-        except TimeoutError:
-            return "transfer_timeout"
+        transfer_id = command.ticket
+        while True:
+            try:
+                async with asyncio.timeout(command.timeout_s):
+                    failure = await asyncio.shield(self.transfers.of(transfer_id))
+            except TimeoutError:
+                failure = "transfer_timeout"
+                self.transfers.end(transfer_id, failure)
+            if failure is None or not command.hold_s:
+                return failure
+            try:
+                async with asyncio.timeout(command.hold_s):
+                    following = await asyncio.shield(self.transfers.decision(transfer_id))
+            except TimeoutError:
+                return failure
+            if following is None:
+                return failure
+            transfer_id = following
 
     async def _events(self, command: DecodeCommand, failure: str | None) -> AsyncIterator[GenerationEvent]:
         remote = bool(command.ticket) and failure is None
@@ -233,7 +267,29 @@ class StubWorker:
         transfer_id = request.match_info["transfer_id"]
         self.failures_told.append((transfer_id, command))
         self.transfers.end(transfer_id, command.reason)
+        self.transfers.decide(transfer_id, None)
         return web.Response(body=encode(command), content_type=CONTENT_TYPE)
+
+    async def _continue_transfer(self, request: web.Request) -> web.Response:
+        command = msgspec.msgpack.decode(await request.read(), type=ContinueCommand)
+        transfer_id = request.match_info["transfer_id"]
+        self.continued.append((transfer_id, command))
+        if self.refuse_continuation:
+            return _error(409, ErrorBody(reason="transfer_over", message="the transfer is over"))
+        self.transfers.end(transfer_id, command.reason)
+        self.transfers.decide(transfer_id, command.ticket)
+        return web.Response(body=encode(ContinueReply(held_bytes=HELD_BYTES)), content_type=CONTENT_TYPE)
+
+    async def _transfer_status(self, request: web.Request) -> web.Response:
+        outcome = self.transfers.of(request.match_info["transfer_id"])
+        await asyncio.wait([outcome], timeout=float(request.query["wait_s"]))
+        if not outcome.done():
+            status = TransferStatus(state="receiving")
+        elif outcome.result() is None:
+            status = TransferStatus(state="over")
+        else:
+            status = TransferStatus(state="orphaned", reason=outcome.result() or "", detail="no sign of life")
+        return web.Response(body=encode(status), content_type=CONTENT_TYPE)
 
 
 def start_event(prompt_tokens: int, prefilled_at: str, fallback: str, cached_tokens: int) -> StartEvent:

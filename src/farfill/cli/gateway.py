@@ -56,6 +56,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         worker_tls=worker_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         observer=metrics,
         metrics=functools.partial(exposition, metrics.registry),
+        registry_away_s=lambda: watcher.stale_s,
     )
     public = public_context(loaded)
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))

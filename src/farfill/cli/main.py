@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from farfill.cli import config, link, model, pki
+from farfill.cli import config, link, model, pki, plan
 from farfill.cli.decode import decode
 from farfill.cli.gateway import gateway
 from farfill.cli.parity import parity
@@ -34,6 +34,7 @@ app.add_typer(model.app, name="model")
 app.add_typer(pki.app, name="pki")
 app.command()(parity)
 app.add_typer(link.app, name="link")
+app.add_typer(plan.app, name="plan")
 app.command()(up)
 app.command()(version)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -13,8 +12,8 @@ from farfill.cli.run_role import http_server, plain_runner, run_until_stopped, s
 from farfill.clock import WallClock
 from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import read_tls
+from farfill.registry.opening import open_store
 from farfill.registry.server import RegistryService
-from farfill.registry.store import RegistryStore
 from farfill.telemetry.metrics import RegistryMetrics
 
 
@@ -27,15 +26,16 @@ def registry(config: Annotated[Path, typer.Option(help="Cluster file.")] = Path(
 
 async def serve_registry(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     """Serve until `stop`."""
-    config = loaded.config
+    config, clock = loaded.config, WallClock()
     workers = [(worker.site, str(worker.role)) for worker in config.workers.values()]
-    service = RegistryService(
-        cluster=config.cluster,
-        # Milliseconds of the wall clock: no restart begins at a revision its predecessor has handed out.
-        store=RegistryStore(config.registry.lease_s, first_revision=time.time_ns() // 1_000_000),
-        clock=WallClock(),
-        metrics=RegistryMetrics(site=config.registry.site, workers=workers),
-    )
     tls = server_tls(read_tls(loaded, "registry"))
-    async with http_server(plain_runner(service.app()), config.registry.listen, tls):
-        await stop.wait()
+    async with open_store(loaded, clock) as store:
+        service = RegistryService(
+            cluster=config.cluster,
+            store=store,
+            lease_s=config.registry.lease_s,
+            clock=clock,
+            metrics=RegistryMetrics(site=config.registry.site, workers=workers),
+        )
+        async with http_server(plain_runner(service.app()), config.registry.listen, tls):
+            await stop.wait()

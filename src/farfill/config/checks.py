@@ -32,6 +32,7 @@ def cross_problems(config: ClusterConfig) -> list[Problem]:
         *_transfer_problems(config),
         *_address_problems(config),
         *_engine_problems(config),
+        *_registry_problems(config),
         *_tls_problems(config),
     ]
 
@@ -90,6 +91,28 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
             ("engine", "prefix_cache_mb"),
             f"{engine.prefix_cache_mb} is more than kv_cache_mb ({engine.kv_cache_mb}), of which it is a part",
             f"give at most {engine.kv_cache_mb}, or raise kv_cache_mb",
+        )
+
+
+def _registry_problems(config: ClusterConfig) -> Iterator[Problem]:
+    registry = config.registry
+    if registry.store == "etcd" and registry.etcd is None:
+        yield Problem(("registry", "store"), "etcd without its address", "add etcd: {endpoints: ['https://host:2379']}")
+    etcd = registry.etcd
+    if etcd is None:
+        return
+    if registry.store != "etcd":
+        yield Problem(("registry", "etcd"), "is not used by the embedded store", "remove it, or set store: etcd")
+    if (etcd.cert is None) != (etcd.key is None):
+        given, other = ("cert", "key") if etcd.cert else ("key", "cert")
+        yield Problem(("registry", "etcd", given), f"{given} without {other}", f"add {other}, or remove {given}")
+    if bool(etcd.user) != (etcd.password is not None):
+        given, other = ("user", "password") if etcd.user else ("password", "user")
+        yield Problem(("registry", "etcd", given), f"{given} without {other}", f"add {other}, or remove {given}")
+    plain = [endpoint for endpoint in etcd.endpoints if endpoint.startswith("http:")]
+    if plain and (etcd.password is not None or etcd.ca is not None):
+        yield Problem(
+            ("registry", "etcd", "endpoints"), f"{plain[0]} would send the password in the clear", "use https://"
         )
 
 

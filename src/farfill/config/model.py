@@ -58,6 +58,12 @@ class KVTransferConfig(Section):
     compression: Literal["none", "lz4", "zstd", "auto"] = Field(
         default="auto", description="Lossless codec; auto measures link and codec and picks per transfer."
     )
+    lossy: Literal["none", "int8", "fp8"] = Field(
+        default="none",
+        description="Send keys and values as 8-bit numbers with a scale per token and head, whatever compression says:"
+        " smaller, but outputs may differ. States stay lossless. Equal at all workers; answers carry"
+        " x-farfill-kv-lossy.",
+    )
     encryption: Literal["tls", "sealed"] = Field(
         default="tls",
         description="tls: TLS 1.3 records; sealed: AES-128-GCM over 256 KiB records under keys sent inside TLS 1.3,"
@@ -71,6 +77,13 @@ class KVTransferConfig(Section):
         ge=0,
         le=10,
         description="How often one chunk is sent again after a negative acknowledgement or a lost connection.",
+    )
+    continuations: int = Field(
+        default=2,
+        ge=0,
+        le=10,
+        description="How often another prefill worker continues a transfer whose sender failed, before the prompt is"
+        " prefilled near.",
     )
     timeout_ms: int = Field(
         default=4000,
@@ -112,6 +125,14 @@ class PrefillConfig(Section):
         le=131_072,
         description="Tokens of one prefill chunk. Part of the fingerprint: equal at all sites.",
     )
+    checkpoint_every_chunks: int = Field(
+        default=0,
+        ge=0,
+        le=1024,
+        description="Also send windows and states as they are after every so many prefill chunks, so that a prompt whose"
+        " transfer breaks is continued from there; 0: only at its end. For models that have any. Part of the"
+        " fingerprint.",
+    )
 
 
 class ModelConfig(Section):
@@ -140,6 +161,22 @@ class EngineConfig(Section):
     prefix_cache_mb: int = Field(
         default=256, ge=0, description="Part of kv_cache_mb kept for prefix hits; 0 turns prefix reuse off."
     )
+    prefix_ttl_s: float = Field(
+        default=0.0, ge=0, description="Seconds after which KV kept for prefix hits is dropped unless used; 0: never."
+    )
+    step_token_budget: int = Field(
+        default=512,
+        ge=16,
+        le=131_072,
+        description="Tokens of prefill and decode in one step. A longer prefill chunk is interrupted at layer boundaries"
+        " for the running streams' next tokens.",
+    )
+    output_reserve_tokens: int = Field(
+        default=512,
+        ge=1,
+        description="Output tokens a request holds KV memory for from its start; for more as its output grows. On a GPU:"
+        " always all of max_tokens.",
+    )
 
 
 class GatewayConfig(Section):
@@ -154,6 +191,27 @@ class GatewayConfig(Section):
     tls_key: SecretRef | None = Field(default=None, description="Key of tls_cert.")
 
 
+class EtcdConfig(Section):
+    endpoints: list[Annotated[str, Field(pattern=r"^https?://.+:\d{1,5}$")]] = Field(
+        min_length=1,
+        examples=["['https://10.0.0.5:2379']"],
+        description="Addresses of its members (https://host:port); the next one is tried when one cannot be reached.",
+    )
+    prefix: str = Field(
+        default="/farfill/",
+        pattern=r"^/[ -~]*/$",
+        examples=["/farfill/"],
+        description="What all keys begin with; the name of the cluster follows.",
+    )
+    ca: SecretRef | None = Field(
+        default=None, description="CA of its members' certificates (PEM); unset: the system's."
+    )
+    cert: SecretRef | None = Field(default=None, description="Client certificate (PEM), where it asks for one.")
+    key: SecretRef | None = Field(default=None, description="Private key of cert.")
+    user: str = Field(default="", description="User to log in as; empty: no login.")
+    password: SecretRef | None = Field(default=None, description="Password of user.")
+
+
 class RegistryConfig(Section):
     site: Name = Field(examples=["near"], description="Site it runs at.")
     listen: Address = Field(default="127.0.0.1:7400", description="Address it listens on.")
@@ -161,6 +219,16 @@ class RegistryConfig(Section):
     lease_s: float = Field(
         default=5.0, ge=0.5, le=300, description="A worker that does not renew for this long is gone."
     )
+    store: Literal["embedded", "etcd"] = Field(
+        default="embedded",
+        description="Where it keeps what it knows: embedded, in files of its own; etcd, in an etcd cluster, which"
+        " several registries may share.",
+    )
+    data_dir: Path = Field(
+        default=Path("registry-data"),
+        description="Folder of the embedded store, on a local disk. Relative to this file.",
+    )
+    etcd: EtcdConfig | None = Field(default=None, description="The etcd cluster; needed with store: etcd.")
 
 
 class WorkerConfig(Section):

@@ -63,6 +63,33 @@ def read_public_tls(loaded: LoadedConfig) -> tuple[bytes, bytes] | None:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EtcdSecrets:
+    """PEM bytes (None: not given) and the password of the etcd cluster."""
+
+    ca_pem: bytes | None
+    cert_pem: bytes | None
+    key_pem: bytes | None = field(repr=False)
+    password: str = field(repr=False)
+
+
+def read_etcd(loaded: LoadedConfig) -> EtcdSecrets:
+    """What `registry.etcd` refers to. Only the registry calls this."""
+    etcd = loaded.config.registry.etcd
+    assert etcd is not None, "checked with the file"
+
+    def read(reference: str | None, *, private: bool = False) -> bytes | None:
+        return None if reference is None else resolve_secret(reference, loaded.base_dir, private=private)
+
+    password = read(etcd.password, private=True)
+    return EtcdSecrets(
+        ca_pem=read(etcd.ca),
+        cert_pem=read(etcd.cert),
+        key_pem=read(etcd.key, private=True),
+        password="" if password is None else password.decode().rstrip("\r\n"),
+    )
+
+
 def read_ticket_signing_key(loaded: LoadedConfig) -> bytes:
     """Ed25519 private key (PEM). Only the gateway calls this."""
     return resolve_secret(loaded.config.tickets.signing_key, loaded.base_dir, private=True)

@@ -11,6 +11,8 @@ class SamplingParams:
 
     `seed` makes one choice reproducible; choice i of `n` uses `seed + i`. `logprobs` is the number of
     alternatives per token (None: no log-probabilities at all; 0: only the chosen token's).
+    `bad_words` are token sequences that never come out whole; `allowed_token_ids`, unless empty, are the only tokens.
+    `grammar`, unless empty, holds the output to a grammar in llguidance's syntax (`engine.grammar`).
     """
 
     max_tokens: int = 16
@@ -31,3 +33,6 @@ class SamplingParams:
     n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    grammar: str = ""

@@ -30,7 +30,8 @@ class Choice:
         self._params = params
         self._vocabulary = vocabulary
         self._remaining = max_tokens
-        self._sampler = Sampler(params, prompt, vocabulary.eos_ids, index)
+        constraint = vocabulary.grammars.constraint(params.grammar) if params.grammar else None
+        self._sampler = Sampler(params, prompt, vocabulary.eos_ids, index, constraint)
         self._text = OutputText(
             vocabulary.tokenizer,
             prompt,
@@ -47,7 +48,9 @@ class Choice:
         self._remaining -= 1
         self.next_token = token
         text, finish_reason, stop_reason = self._end_or_text(token)
-        if finish_reason is None and self._remaining == 0:
+        if finish_reason is None and self._sampler.complete:
+            text, finish_reason = text + self._text.finish(), "stop"
+        elif finish_reason is None and self._remaining == 0:
             text, finish_reason = text + self._text.finish(), "length"
         return TokenEvent(
             index=self.index,

@@ -7,12 +7,25 @@ thread at a time, except `allocate`, `place` and `read`, which any thread may ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from farfill.core.layout import KVLayout
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a model can do exactly, as found when it was checked.
+
+    Without `chunked_prefill` a prompt must fit into one prefill chunk; without `merged_decode` the sequences of a
+    batch are decoded one after the other within a step.
+    """
+
+    chunked_prefill: bool = True
+    merged_decode: bool = True
 
 
 class SequenceKV(Protocol):
@@ -24,13 +37,16 @@ class SequenceKV(Protocol):
         ...
 
     def place(self, tensor: int, start_token: int, end_token: int) -> memoryview:
-        """The writable place of rows [start, end) of `layout.tensors[tensor]`, before `attach` declares them."""
+        """The writable place of rows [start, end) of `layout.tensors[tensor]`, before `attach` declares them.
+
+        Of a state: its place, whatever the span.
+        """
         ...
 
     def attach(self, tokens: int) -> None:
         """Declare that the rows of the first `tokens` tokens were written into their places.
 
-        Windows hold exactly the rows before `tokens`.
+        Windows hold exactly the rows before `tokens`, states are those after `tokens` tokens.
         """
         ...
 
@@ -43,7 +59,7 @@ class SequenceKV(Protocol):
         ...
 
     def truncate(self, tokens: int) -> None:
-        """Forget what a failed step may have added after the first `tokens` tokens (at most one step back)."""
+        """Forget what a failed decode step may have added; `tokens` is how many there were before it."""
         ...
 
 
@@ -55,18 +71,31 @@ class Executor(Protocol):
     @property
     def layout(self) -> KVLayout: ...
 
+    @property
+    def capabilities(self) -> Capabilities: ...
+
     def kv_bytes(self, capacity_tokens: int) -> int:
         """Memory that `allocate(capacity_tokens)` takes."""
         ...
 
     def allocate(self, capacity_tokens: int) -> SequenceKV: ...
 
-    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
-        """Add the KV of one prefill chunk, which starts at `kv.tokens`."""
+    def prefill(
+        self, kv: SequenceKV, token_ids: Sequence[int], layer_done: Callable[[int], None] | None = None
+    ) -> None:
+        """Add the KV of one prefill chunk, which starts at `kv.tokens`.
+
+        `layer_done(i)` is called, in order, as soon as this chunk's rows of the growing tensors of decoder layer i
+        are final: `kv.read` may read them from then on, although `kv.tokens` counts them only when prefill returns.
+        Windows and states are not final before that. What it raises ends the step, and prefill raises it.
+        """
         ...
 
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
-        """Add one token to each sequence; the logits of what follows, shape (len(rows), vocab_size)."""
+        """Add one token to each sequence; the logits of what follows, shape (len(rows), vocab_size).
+
+        When it raises, `truncate` makes every sequence what it was.
+        """
         ...
 
     def idle(self) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 from farfill.clock import Clock, WallClock
 from farfill.core.errors import CapacityError, InvalidRequestError
+from farfill.core.priority import check_priority
+from farfill.core.sampling import SamplingParams
+from farfill.engine.checkpoints import checkpoint_bytes
 from farfill.engine.executor import Executor
 from farfill.engine.jobs import Demand, GenerateJob, PrefillJob
+from farfill.engine.limits import EngineLimits
 from farfill.engine.memory import KVMemory
 from farfill.engine.output import Vocabulary
 from farfill.engine.prefix import PrefixCache
@@ -22,18 +28,10 @@ from farfill.engine.protocol import (
     PrefillWork,
     TokenSink,
 )
+from farfill.engine.retention import Keep
 from farfill.engine.scheduler import Scheduler
 from farfill.engine.slots import Slot
 from farfill.kv.manifest import build_manifest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineLimits:
-    """Bounds of one engine. `info.kv_total_bytes` bounds sequences; `prefix_cache_bytes` comes on top."""
-
-    max_batch: int
-    max_queue: int
-    prefix_cache_bytes: int
 
 
 class LocalEngine:
@@ -50,16 +48,13 @@ class LocalEngine:
         self.info = info
         self.vocabulary = vocabulary
         self._executor = executor
+        self._limits = limits
+        clock = clock or WallClock()
         self._memory = KVMemory(info.kv_total_bytes)
-        self._prefix = PrefixCache(info.layout, limits.prefix_cache_bytes, info.fingerprint)
-        self._scheduler = Scheduler(
-            executor,
-            self._memory,
-            self._prefix,
-            max_batch=limits.max_batch,
-            max_queue=limits.max_queue,
-            clock=clock or WallClock(),
+        self._prefix = PrefixCache(
+            info.layout, limits.prefix_cache_bytes, info.fingerprint, ttl_s=limits.prefix_ttl_s, clock=clock
         )
+        self._scheduler = Scheduler(executor, self._memory, self._prefix, limits, clock)
         self._memory.on_release = self._scheduler.wake
 
     def load(self) -> EngineLoad:
@@ -79,13 +74,12 @@ class LocalEngine:
 
         Raises InvalidRequestError, CapacityError (queue_full) or EngineError. While KV memory is short it waits.
         """
-        self._check_prompt(work.prompt, at_least=2)
+        self._check_work(work, at_least=2)
         capacity = len(work.prompt) - 1
-        demand = Demand(1, self._executor.kv_bytes(capacity), capacity)
-        self._memory.require_possible(demand.nbytes)
         manifest = build_manifest(self.info.layout, capacity)
-        keys = self._prefix.keys(work.prompt, work.cache_salt)
-        job = PrefillJob(work, sink, manifest=manifest, keys=keys, demand=demand, wake=self._scheduler.wake)
+        demand = Demand(1, capacity, capacity, self._executor.kv_bytes, checkpoint_bytes(manifest))
+        self._memory.require_possible(demand.most_bytes)
+        job = PrefillJob(work, sink, manifest=manifest, keys=self._keys(work), demand=demand, wake=self._scheduler.wake)
         self._scheduler.submit(job)
         return job
 
@@ -94,20 +88,36 @@ class LocalEngine:
 
         It never takes memory that a queued request is waiting for.
         """
-        self._check_prompt(work.prompt, at_least=2)
-        demand = self._demand(work)
+        self._check_work(work, at_least=2)
+        manifest = build_manifest(self.info.layout, len(work.prompt) - 1)
+        demand = replace(self._demand(work), checkpoint_bytes=checkpoint_bytes(manifest))
+        self._memory.require_possible(demand.most_bytes)
         self._scheduler.require_open(queues=True)
         if self._scheduler.memory_is_contended():
             raise CapacityError("queued requests are waiting for KV memory", reason="kv_memory")
-        slot = Slot(build_manifest(self.info.layout, len(work.prompt) - 1), demand.capacity_tokens)
-        slot.fill(self._memory, demand.nbytes)
+        slot = Slot(manifest, demand.capacity_tokens)
+        slot.fill(self._memory, demand.first_bytes)
         try:
-            slot.kv = self._executor.allocate(demand.capacity_tokens)
-            slot.offer_hit(self._prefix.find(self._prefix.keys(work.prompt, work.cache_salt)))
+            slot.open(self._executor.allocate(demand.capacity_tokens), self._prefix.find(self._keys(work)))
         except BaseException:
             slot.release()
             raise
         return slot
+
+    def prepare(self, sampling: SamplingParams) -> Future[None]:
+        """Compile the grammar off this thread; done at once without one."""
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()  # others may wait for the same grammar: nobody may cancel it
+        if not sampling.grammar:
+            done.set_result(None)
+            return done
+
+        def pass_on(compiled: Future[Any]) -> None:
+            error = compiled.exception()
+            done.set_result(None) if error is None else done.set_exception(error)
+
+        self.vocabulary.grammars.prepare(sampling.grammar).add_done_callback(pass_on)
+        return done
 
     def generate(
         self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0
@@ -116,10 +126,11 @@ class LocalEngine:
 
         Raises InvalidRequestError, CapacityError (queue_full, only without `slot`) or EngineError.
         """
-        self._check_prompt(work.prompt, at_least=1)
+        self._check_work(work, at_least=1)
         demand = self._demand(work)
-        keys = self._prefix.keys(work.prompt, work.cache_salt)
-        job = GenerateJob(work, sink, vocabulary=self.vocabulary, keys=keys, demand=demand, wake=self._scheduler.wake)
+        job = GenerateJob(
+            work, sink, vocabulary=self.vocabulary, keys=self._keys(work), demand=demand, wake=self._scheduler.wake
+        )
         if slot is None:
             if valid_tokens:
                 raise InvalidRequestError("valid_tokens needs a slot that holds them", param="valid_tokens")
@@ -131,7 +142,7 @@ class LocalEngine:
         taken = slot.take(job)
         if taken is None:
             raise InvalidRequestError("the slot was released or used before", param="slot")
-        job.kv, job.hold, job.hit = taken
+        job.kv, job.hold, job.hit, job.checkpoints = taken.kv, taken.hold, taken.hit, taken.checkpoints
         job.valid_tokens = valid_tokens
         try:
             self._scheduler.submit(job)
@@ -149,7 +160,19 @@ class LocalEngine:
             pinned = self._prefix.pinned()
             assert not pinned, f"{pinned} prefix snapshots are pinned by nobody"
 
-    def _check_prompt(self, prompt: tuple[int, ...], *, at_least: int) -> None:
+    def keep_prefix(self, work: GenerateWork | PrefillWork, how: Keep) -> None:
+        """Say how snapshots of this prompt's beginning are to be kept, those to come as well: pinned, or by weight.
+
+        Only whole prefill chunks before the last token count. Pins take up to half of the prefix cache.
+        """
+        self._prefix.keep(self._keys(work), how)
+
+    def _keys(self, work: GenerateWork | PrefillWork) -> tuple[bytes, ...]:
+        return self._prefix.keys(work.prompt, work.cache_salt, work.adapter, work.media)
+
+    def _check_work(self, work: GenerateWork | PrefillWork, *, at_least: int) -> None:
+        prompt = work.prompt
+        check_priority(work.priority)
         if len(prompt) < at_least:
             raise InvalidRequestError(
                 f"the prompt needs at least {at_least} tokens, it has {len(prompt)}", param="prompt"
@@ -168,9 +191,12 @@ class LocalEngine:
         if work.sampling.max_tokens < 1 or work.sampling.n < 1:
             raise InvalidRequestError("max_tokens and n must be at least 1", param="max_tokens")
         max_tokens = min(work.sampling.max_tokens, self.info.max_context_tokens - len(work.prompt))
-        capacity = len(work.prompt) - 1 + max_tokens
-        demand = Demand(work.sampling.n, self._executor.kv_bytes(capacity), capacity)
-        self._memory.require_possible(demand.nbytes)
+        num_tokens = len(work.prompt) - 1
+        reserve = self._limits.output_reserve_tokens
+        # Further choices are whole copies, room included.
+        first = max_tokens if reserve is None or work.sampling.n > 1 else min(max_tokens, reserve)
+        demand = Demand(work.sampling.n, num_tokens + max_tokens, num_tokens + first, self._executor.kv_bytes)
+        self._memory.require_possible(demand.most_bytes)
         return demand
 
     @staticmethod
@@ -178,8 +204,8 @@ class LocalEngine:
         layout = slot.manifest.layout
         if slot.manifest.num_tokens != num_tokens or slot.capacity_tokens != demand.capacity_tokens:
             raise InvalidRequestError("the slot was reserved for other work", param="slot")
-        partial = layout.resumable and valid_tokens % layout.prefill_chunk_tokens == 0 and valid_tokens < num_tokens
-        if not (valid_tokens in (0, num_tokens) or (partial and valid_tokens > 0)):
+        partial = 0 < valid_tokens < num_tokens and layout.can_continue_at(valid_tokens)
+        if not (valid_tokens in (0, num_tokens) or partial):
             raise InvalidRequestError(
                 f"KV of {valid_tokens} of {num_tokens} tokens cannot be continued from", param="valid_tokens"
             )

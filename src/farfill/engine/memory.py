@@ -29,6 +29,11 @@ class Owner(Protocol):
         """False once it must not hold KV any more."""
         ...
 
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes of its hold that have KV of tokens in them by now."""
+        ...
+
 
 class Hold:
     """Bytes taken from a `KVMemory`. `owner` may change hands; `release` is idempotent."""
@@ -37,6 +42,10 @@ class Hold:
         self._memory = memory
         self.owner = owner
         self.nbytes = nbytes
+
+    def grow(self, nbytes: int) -> None:
+        """Take `nbytes` more or raise CapacityError (reason kv_memory)."""
+        self._memory.take_more(self, nbytes)
 
     def release(self) -> None:
         """Give everything back."""
@@ -55,12 +64,29 @@ class KVMemory:
         self.on_release = on_release
         self._holds: set[Hold] = set()
         self._used_bytes = 0
+        self._most_bytes = 0
         self._lock = threading.Lock()
 
     @property
     def used_bytes(self) -> int:
         """Bytes held now."""
         return self._used_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes nobody holds."""
+        return self.total_bytes - self._used_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """The most that was ever held at once."""
+        return self._most_bytes
+
+    @property
+    def filled_bytes(self) -> int:
+        """Bytes held that have KV of tokens in them; the rest is room for tokens to come."""
+        with self._lock:
+            return sum(min(hold.nbytes, hold.owner.filled_bytes) for hold in self._holds)
 
     def require_possible(self, nbytes: int) -> None:
         """Raise InvalidRequestError when even an empty memory could not hold `nbytes`."""
@@ -71,14 +97,19 @@ class KVMemory:
 
     def hold(self, owner: Owner, nbytes: int) -> Hold:
         """Take `nbytes` or raise CapacityError (reason kv_memory)."""
+        hold = Hold(self, owner, 0)
+        self.take_more(hold, nbytes)
+        return hold
+
+    def take_more(self, hold: Hold, nbytes: int) -> None:
+        """Add `nbytes` to a hold or raise CapacityError (reason kv_memory)."""
         with self._lock:
-            free = self.total_bytes - self._used_bytes
-            if nbytes > free:
-                raise CapacityError(f"{nbytes} bytes of KV cache wanted, {free} free", reason="kv_memory")
-            hold = Hold(self, owner, nbytes)
+            if nbytes > self.free_bytes:
+                raise CapacityError(f"{nbytes} bytes of KV cache wanted, {self.free_bytes} free", reason="kv_memory")
+            hold.nbytes += nbytes
             self._holds.add(hold)
             self._used_bytes += nbytes
-            return hold
+            self._most_bytes = max(self._most_bytes, self._used_bytes)
 
     def give_back(self, hold: Hold, nbytes: int) -> None:
         """Return part or all of a hold; more than it has left counts as all."""

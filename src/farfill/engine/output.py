@@ -9,24 +9,28 @@ from dataclasses import dataclass, field
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from farfill.engine.grammar import Grammars
+
 # Decoders treat the very first token specially (a leading space); a little of the prompt keeps that right.
 _CONTEXT_TOKENS = 6
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer, the ids that end a text, and the bytes of single tokens."""
+    """The tokenizer, the ids that end a text, the bytes of single tokens, and grammars over them."""
 
     tokenizer: Tokenizer
     eos_ids: frozenset[int]
     vocab_size: int
+    grammars: Grammars = field(repr=False, compare=False)
     _byte_of_char: dict[str, int] = field(default_factory=dict[str, int], repr=False)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> Vocabulary:
         """A vocabulary; whether tokens spell bytes is read from the tokenizer's own decoder."""
         decoder = json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
-        return cls(tokenizer, eos_ids, vocab_size, byte_alphabet() if '"ByteLevel"' in decoder else {})
+        grammars = Grammars(tokenizer.to_str, max(vocab_size, tokenizer.get_vocab_size()), eos_ids)
+        return cls(tokenizer, eos_ids, vocab_size, grammars, byte_alphabet() if '"ByteLevel"' in decoder else {})
 
     def token_bytes(self, token_id: int) -> bytes:
         """The raw bytes of one token, which may be part of a character; empty for an id without a token."""

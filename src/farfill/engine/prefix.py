@@ -1,39 +1,48 @@
 """Snapshots of KV at prefill-chunk boundaries, found again by the tokens before them, within a byte limit.
 
-An entry is one chunk: the rows of every growing tensor and, where it was taken while the sequence stood exactly
-at the chunk's end, the windows there. A hit is the longest chain of chunks from the prompt's start; models with
-windows can only continue from an entry that has them. Snapshots are copies: nobody else's bytes are pinned.
-Least recently used chains go first, their deepest chunk before its parents. Safe from any thread.
+An entry is one chunk: the rows of every growing tensor and, where it was taken while the sequence stood exactly at
+the chunk's end, the windows and states there. A hit is the longest chain of chunks from the prompt's start; models
+with windows or states can only continue from an entry that has them, so their hits end at one. Snapshots are copies:
+nobody else's bytes are pinned. What is dropped first, and for how long things stay, is `engine.retention`'s to say.
+Safe from any thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from farfill.core.layout import KVLayout, TensorKind
+from farfill.clock import Clock, WallClock
+from farfill.core.layout import KVLayout
+from farfill.engine.checkpoints import ReadState
 from farfill.engine.executor import SequenceKV
 from farfill.engine.memory import allocate_bytes
-from farfill.kv.hashing import prefix_keys
+from farfill.engine.retention import Keep, Part, Retention, chunk_cost
+from farfill.kv.hashing import KeyMaterial, prefix_keys
+
+Span = tuple[int, int, int]
 
 
 class _Entry:
-    """One chunk's snapshot: `rows` and `windows` are all tensors of that kind, one after the other."""
+    """One chunk's snapshot: `rows` and `states` are all tensors of that kind, one after the other."""
 
-    __slots__ = ("pins", "rows", "windows")
+    __slots__ = ("key", "parent", "pins", "rows", "rows_part", "states", "states_part")
 
-    def __init__(self, rows: npt.NDArray[np.uint8]) -> None:
-        self.rows = rows
-        self.windows: npt.NDArray[np.uint8] | None = None
+    def __init__(self, key: bytes, parent: bytes | None, rows: npt.NDArray[np.uint8]) -> None:
+        self.key = key
+        self.parent = parent
         self.pins = 0
+        self.rows = rows
+        self.states: npt.NDArray[np.uint8] | None = None
+        self.rows_part: Part | None = None
+        self.states_part: Part | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.rows.nbytes + (0 if self.windows is None else self.windows.nbytes)
+        return self.rows.nbytes + (0 if self.states is None else self.states.nbytes)
 
 
 class PrefixHit:
@@ -42,27 +51,32 @@ class PrefixHit:
     def __init__(self, cache: PrefixCache, entries: Sequence[_Entry]) -> None:
         self._cache = cache
         self._entries = tuple(entries)
+        self.tokens = len(entries) * cache.layout.prefill_chunk_tokens
 
-    @property
-    def tokens(self) -> int:
-        """Prompt tokens covered."""
-        return len(self._entries) * self._cache.layout.prefill_chunk_tokens
+    def copy_rows(self, kv: SequenceKV, chunk: int) -> int:
+        """Write one chunk's rows into their places in `kv`; how many bytes."""
+        rows, offset = self._entries[chunk].rows, 0
+        for span in row_spans(self._cache.layout, chunk):
+            offset = _write(kv.place(*span), rows, offset)
+        return offset
 
-    def copy_into(self, kv: SequenceKV, start_token: int = 0) -> None:
-        """Write rows from `start_token` (a chunk boundary) on into `kv`, and attach them."""
-        layout, step = self._cache.layout, self._cache.layout.prefill_chunk_tokens
-        for i, entry in enumerate(self._entries):
-            if i * step < start_token:
-                continue
-            offset = 0
-            for tensor, start, end in row_spans(layout, i):
-                offset = _write(kv.place(tensor, start, end), entry.rows, offset)
-        windows = self._entries[-1].windows if self._entries else None
-        if windows is not None:
-            offset = 0
-            for tensor, start, end in window_spans(layout, self.tokens):
-                offset = _write(kv.place(tensor, start, end), windows, offset)
-        kv.attach(self.tokens)
+    def copy_states(self, kv: SequenceKV) -> None:
+        """Write the windows and states at the end into their places in `kv`."""
+        for tensor, start, end in state_spans(self._cache.layout, self.tokens):
+            kv.place(tensor, start, end)[:] = self.read(tensor, start, end)
+
+    def read(self, tensor: int, start_token: int, end_token: int) -> memoryview:
+        """A window or state as it was at `end_token`, a chunk boundary that has some."""
+        layout = self._cache.layout
+        states = self._entries[end_token // layout.prefill_chunk_tokens - 1].states
+        assert states is not None, f"no windows or states were kept at token {end_token}"
+        offset = 0
+        for span in state_spans(layout, end_token):
+            nbytes = _span_bytes(layout, span)
+            if span == (tensor, start_token, end_token):
+                return states[offset : offset + nbytes].data.toreadonly()
+            offset += nbytes
+        raise AssertionError(f"tensor {tensor} keeps no tokens {start_token} to {end_token}")
 
     def release(self) -> None:
         """Let the entries go."""
@@ -71,39 +85,55 @@ class PrefixHit:
 
 
 class PrefixCache:
-    """All snapshots of one engine. `limit_bytes` 0 keeps none."""
+    """All snapshots of one engine. `limit_bytes` 0 keeps none; `ttl_s` 0 keeps them however long they lie unused."""
 
-    def __init__(self, layout: KVLayout, limit_bytes: int, salt: str) -> None:
+    def __init__(
+        self, layout: KVLayout, limit_bytes: int, salt: str, *, ttl_s: float = 0.0, clock: Clock | None = None
+    ) -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self._salt = salt
-        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._clock = clock or WallClock()
+        self._entries: dict[bytes, _Entry] = {}
+        self._children: dict[bytes, int] = {}
+        self._retention = Retention(limit_bytes, ttl_s)
         self._used_bytes = 0
+        self._coming_bytes = 0
         self._lock = threading.Lock()
-        self._has_windows = any(t.kind is TensorKind.WINDOW for t in layout.tensors)
 
     @property
     def used_bytes(self) -> int:
         """Bytes of all snapshots."""
         return self._used_bytes
 
-    def keys(self, prompt: Sequence[int], salt: str) -> tuple[bytes, ...]:
-        """The chain of keys of `prompt[:-1]`; empty when the cache is off."""
+    @property
+    def evicted(self) -> tuple[int, int]:
+        """(parts dropped for room, parts dropped because nobody used them in time), since the start."""
+        return self._retention.evicted_for_room, self._retention.evicted_by_age
+
+    def keys(
+        self, prompt: Sequence[int], salt: str, adapter: str = "", media: Sequence[KeyMaterial] = ()
+    ) -> tuple[bytes, ...]:
+        """The chain of keys of `prompt[:-1]`; empty when the cache is off.
+
+        `media`: (first token, digest) of everything that is not text; `adapter` names weights added to the model's.
+        """
         if not self.limit_bytes:
             return ()
         # The tenant's salt comes last and whole, so no tenant can spell another's.
-        return prefix_keys(prompt[:-1], self.layout.prefill_chunk_tokens, f"{self._salt}\0{salt}")
+        salted = f"{self._salt}\0{adapter}\0{salt}"
+        return prefix_keys(prompt[:-1], self.layout.prefill_chunk_tokens, salted, media)
 
-    def find(self, keys: Sequence[bytes]) -> PrefixHit | None:
-        """The longest usable chain, pinned, or None."""
+    def find(self, keys: Sequence[bytes], *, every_checkpoint: bool = False) -> PrefixHit | None:
+        """The longest usable chain, pinned, or None. `every_checkpoint`: it has windows and states at all of them."""
         with self._lock:
             chain: list[_Entry] = []
             for key in keys:
                 entry = self._entries.get(key)
-                if entry is None:
+                if entry is None or (every_checkpoint and entry.states is None and self._is_checkpoint(len(chain))):
                     break
                 chain.append(entry)
-            while chain and self._has_windows and chain[-1].windows is None:
+            while chain and not self.layout.resumable and chain[-1].states is None:
                 chain.pop()
             if not chain:
                 return None
@@ -114,26 +144,50 @@ class PrefixCache:
 
     def insert(self, keys: Sequence[bytes], chunk: int, kv: SequenceKV) -> bool:
         """Snapshot `chunk` of the chain `keys` from `kv`; False when it does not fit or is there already."""
-        chain = keys[: chunk + 1]
-        boundary = (chunk + 1) * self.layout.prefill_chunk_tokens
+        key, boundary = keys[chunk], (chunk + 1) * self.layout.prefill_chunk_tokens
         with self._lock:
-            entry = self._entries.get(chain[-1])
-            want_windows = self._has_windows and kv.tokens == boundary and (entry is None or entry.windows is None)
-            if entry is not None and not want_windows:
-                self._touch(chain)
+            entry = self._entries.get(key)
+            want_states = (
+                not self.layout.resumable and kv.tokens == boundary and (entry is None or entry.states is None)
+            )
+            if entry is not None and not want_states:
+                self._touch(keys[: chunk + 1])
                 return False
             rows = [] if entry else row_spans(self.layout, chunk)
-            windows = window_spans(self.layout, boundary) if want_windows else []
-            nbytes = sum((end - start) * self.layout.tensors[t].row_bytes for t, start, end in (*rows, *windows))
-            if not self._make_room(nbytes, frozenset(chain)):
+            states = state_spans(self.layout, boundary) if want_states else []
+            nbytes = sum(_span_bytes(self.layout, span) for span in (*rows, *states))
+            if not self._make_room(nbytes, frozenset(keys[: chunk + 1])):
                 return False
-            if entry is None:
-                entry = self._entries[chain[-1]] = _Entry(_snapshot(kv, rows))
-            if want_windows:
-                entry.windows = _snapshot(kv, windows)
             self._used_bytes += nbytes
-            self._touch(chain)
-            return True
+            self._coming_bytes += nbytes
+            if entry is not None:
+                entry.pins += 1
+        # Others may look things up while bytes are copied.
+        new_rows = None if entry else _snapshot(kv.read, self.layout, rows)
+        new_states = _snapshot(kv.read, self.layout, states) if want_states else None
+        with self._lock:
+            self._coming_bytes -= nbytes
+            if entry is not None:
+                entry.pins -= 1
+            self._publish(entry, keys, chunk, new_rows, new_states)
+            self._touch(keys[: chunk + 1])
+        return True
+
+    def keep(self, keys: Sequence[bytes], how: Keep) -> None:
+        """Say how the chain `keys` is to be kept, now and when it comes back."""
+        with self._lock:
+            self._retention.keep(keys, how)
+
+    def expire(self) -> float | None:
+        """Drop what nobody used for `ttl_s`; seconds until there may be more to drop, None when there is nothing."""
+        now_s = self._clock.now_s()
+        with self._lock:
+            for part in self._retention.expired(now_s):
+                entry = self._entries.get(part.key)
+                if entry is not None and part in (entry.rows_part, entry.states_part) and not entry.pins:
+                    self._drop(entry, part)
+                    self._retention.evicted_by_age += 1
+            return self._retention.next_expiry_s(now_s)
 
     def unpin(self, entries: Sequence[_Entry]) -> None:
         """Undo one `find`."""
@@ -144,58 +198,120 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """Raise AssertionError when the account is wrong or beyond the limit."""
         with self._lock:
-            total = sum(entry.nbytes for entry in self._entries.values())
+            total = sum(entry.nbytes for entry in self._entries.values()) + self._coming_bytes
             assert total == self._used_bytes, f"entries add up to {total} bytes, {self._used_bytes} are accounted"
             assert total <= self.limit_bytes, f"{total} bytes of snapshots, the limit is {self.limit_bytes}"
+            parts = sum(1 + (entry.states is not None) for entry in self._entries.values())
+            assert parts == len(self._retention), f"{parts} parts are kept, {len(self._retention)} are accounted"
+            children: dict[bytes, int] = {}
+            for entry in self._entries.values():
+                if entry.parent is not None:
+                    children[entry.parent] = children.get(entry.parent, 0) + 1
+            assert children == self._children, "the account of chains is wrong"
 
     def pinned(self) -> int:
         """Pins not yet released; 0 while idle."""
         with self._lock:
             return sum(entry.pins for entry in self._entries.values())
 
+    def _is_checkpoint(self, chunk: int) -> bool:
+        return not self.layout.resumable and self.layout.can_continue_at((chunk + 1) * self.layout.prefill_chunk_tokens)
+
+    def _publish(
+        self,
+        entry: _Entry | None,
+        keys: Sequence[bytes],
+        chunk: int,
+        rows: npt.NDArray[np.uint8] | None,
+        states: npt.NDArray[np.uint8] | None,
+    ) -> None:
+        key = keys[chunk]
+        cost = chunk_cost(self.layout.prefill_chunk_tokens, chunk)
+        if entry is None:
+            assert rows is not None
+            entry = self._entries[key] = _Entry(key, keys[chunk - 1] if chunk else None, rows)
+            if entry.parent is not None:
+                self._children[entry.parent] = self._children.get(entry.parent, 0) + 1
+            entry.rows_part = self._retention.add(key, rows.nbytes, cost)
+        if states is not None:
+            entry.states = states
+            entry.states_part = self._retention.add(key, states.nbytes, cost)
+
     def _touch(self, chain: Sequence[bytes]) -> None:
+        """The chain was used: its beginning most recently, and states only where it ends."""
+        now_s = self._clock.now_s()
         for key in reversed(chain):
-            if key in self._entries:
-                self._entries.move_to_end(key)
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            if entry.states_part is not None and key == chain[-1]:
+                self._retention.touch(entry.states_part, now_s)
+            if entry.rows_part is not None:
+                self._retention.touch(entry.rows_part, now_s)
 
     def _make_room(self, nbytes: int, keep: frozenset[bytes]) -> bool:
         if nbytes > self.limit_bytes:
             return False
-        excess = self._used_bytes + nbytes - self.limit_bytes
-        victims: list[bytes] = []
-        for key, entry in self._entries.items():
-            if excess <= 0:
-                break
-            if key not in keep and not entry.pins:
-                victims.append(key)
-                excess -= entry.nbytes
-        if excess > 0:
+        if self._used_bytes + nbytes <= self.limit_bytes:
+            return True
+        may_go = sum(part.nbytes for part in self._retention.unpinned() if self._is_free(part, keep))
+        if self._used_bytes + nbytes - may_go > self.limit_bytes:
             return False
-        for key in victims:
-            self._used_bytes -= self._entries.pop(key).nbytes
+        while self._used_bytes + nbytes > self.limit_bytes:
+            part = self._retention.cheapest(lambda part: self._is_droppable(part, keep))
+            if part is None:
+                return False
+            self._drop(self._entries[part.key], part)
+            self._retention.evicted_for_room += 1
         return True
 
+    def _is_free(self, part: Part, keep: frozenset[bytes]) -> bool:
+        return part.key not in keep and not self._entries[part.key].pins
 
-def row_spans(layout: KVLayout, chunk: int) -> list[tuple[int, int, int]]:
+    def _is_droppable(self, part: Part, keep: frozenset[bytes]) -> bool:
+        """States at any time; rows once nothing builds on them."""
+        entry = self._entries[part.key]
+        is_last = part is entry.states_part or (entry.states is None and part.key not in self._children)
+        return is_last and self._is_free(part, keep)
+
+    def _drop(self, entry: _Entry, part: Part) -> None:
+        self._retention.remove(part)
+        if part is entry.states_part:
+            assert entry.states is not None
+            self._used_bytes -= entry.states.nbytes
+            entry.states = entry.states_part = None
+            return
+        if entry.states_part is not None:
+            self._drop(entry, entry.states_part)
+        self._used_bytes -= entry.rows.nbytes
+        del self._entries[entry.key]
+        if entry.parent is not None:
+            self._children[entry.parent] -= 1
+            if not self._children[entry.parent]:
+                del self._children[entry.parent]
+
+
+def row_spans(layout: KVLayout, chunk: int) -> list[Span]:
     """(tensor, start, end) of every growing tensor's rows in a whole prefill chunk."""
     step = layout.prefill_chunk_tokens
     return [(i, chunk * step, (chunk + 1) * step) for i, t in enumerate(layout.tensors) if t.kind.grows]
 
 
-def window_spans(layout: KVLayout, tokens: int) -> list[tuple[int, int, int]]:
-    """(tensor, start, end) of every window's rows after `tokens` tokens."""
-    return [
-        (i, max(0, tokens - t.window_tokens), tokens)
-        for i, t in enumerate(layout.tensors)
-        if t.kind is TensorKind.WINDOW
-    ]
+def state_spans(layout: KVLayout, tokens: int) -> list[Span]:
+    """(tensor, start, end) of every window and state after `tokens` tokens."""
+    return [(i, *layout.kept_span(i, tokens)) for i, t in enumerate(layout.tensors) if not t.kind.grows]
 
 
-def _snapshot(kv: SequenceKV, spans: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.uint8]:
-    views = [kv.read(*span) for span in spans]
-    out = allocate_bytes(sum(view.nbytes for view in views))
+def _span_bytes(layout: KVLayout, span: Span) -> int:
+    tensor, start, end = span
+    return (end - start if layout.tensors[tensor].kind.has_rows else 1) * layout.tensors[tensor].row_bytes
+
+
+def _snapshot(read: ReadState, layout: KVLayout, spans: Sequence[Span]) -> npt.NDArray[np.uint8]:
+    out = allocate_bytes(sum(_span_bytes(layout, span) for span in spans))
     offset = 0
-    for view in views:
+    for span in spans:
+        view = read(*span)
         out[offset : offset + view.nbytes] = np.frombuffer(view, np.uint8)
         offset += view.nbytes
     return out

@@ -9,11 +9,13 @@ prompt token is computed by the decode step that also samples. Who prefills neve
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol
 
 from farfill.core.layout import KVLayout
 from farfill.core.sampling import SamplingParams
+from farfill.kv.hashing import KeyMaterial
 from farfill.kv.manifest import Manifest
 
 
@@ -32,14 +34,37 @@ class EngineInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineTotals:
+    """What happened since the start. `hit_tokens` were not computed thanks to the prefix cache, `miss_tokens` were.
+
+    `set_back_*`: sequences whose KV was taken away to be computed again, for the growth of others or for a request
+    of higher priority. `prefix_dropped_*`: snapshots dropped for room, or because nobody used them in time.
+    """
+
+    decode_steps: int = 0
+    prefill_chunks: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+    hit_tokens: int = 0
+    miss_tokens: int = 0
+    set_back_growth: int = 0
+    set_back_priority: int = 0
+    prefix_dropped_room: int = 0
+    prefix_dropped_age: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """A snapshot of how busy the engine is."""
+    """A snapshot of how busy the engine is. Of `kv_used_bytes`, `kv_filled_bytes` hold KV of tokens by now."""
 
     queued_tokens: int
     running_sequences: int
     waiting_sequences: int
     kv_used_bytes: int
     prefix_cache_bytes: int
+    kv_filled_bytes: int = 0
+    kv_most_bytes: int = 0
+    totals: EngineTotals = EngineTotals()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +120,10 @@ class PrefillSink(Protocol):
         ...
 
     def pieces_ready(self, pieces: Sequence[tuple[int, memoryview]]) -> None:
-        """Piece index and its bytes (read-only, contiguous, stable until the held export is released)."""
+        """Piece index and its bytes (read-only, contiguous, stable until the held export is released).
+
+        Rows of growing tensors come layer by layer while their prefill chunk is computed, the rest at its end.
+        """
         ...
 
     def finished(self, stats: PrefillStats) -> None: ...
@@ -144,21 +172,33 @@ class KVSlot(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillWork:
-    """Compute the KV of `prompt[:-1]` and export it. `cache_salt` separates tenants in the prefix cache."""
+    """Compute the KV of `prompt[:-1]` and export it. `cache_salt` separates tenants in the prefix cache.
+
+    `priority`: lower goes first, within `core.priority`'s bounds. Among equals, tenants take turns.
+    `adapter` and `media` (position and digest of what stands behind tokens that are no text) are part of prefix keys.
+    """
 
     request_id: str
     prompt: tuple[int, ...]
     cache_salt: str
+    priority: int = 0
+    tenant: str = ""
+    adapter: str = ""
+    media: tuple[KeyMaterial, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateWork:
-    """Generate from `prompt` under `sampling` (n choices share one prefill)."""
+    """Generate from `prompt` under `sampling` (n choices share one prefill). The rest as in `PrefillWork`."""
 
     request_id: str
     prompt: tuple[int, ...]
     cache_salt: str
     sampling: SamplingParams
+    priority: int = 0
+    tenant: str = ""
+    adapter: str = ""
+    media: tuple[KeyMaterial, ...] = ()
 
 
 class Engine(Protocol):
@@ -185,11 +225,18 @@ class Engine(Protocol):
         """Allocate KV for the prompt and the output to come. Raises CapacityError (reason kv_memory)."""
         ...
 
+    def prepare(self, sampling: SamplingParams) -> Future[None]:
+        """Begin what `generate` needs besides the KV (a compiled grammar); to be waited for before `generate`.
+
+        The future raises InvalidRequestError; cancelling it has no effect.
+        """
+        ...
+
     def generate(
         self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0
     ) -> Cancellable:
         """Queue a generation. With `slot`, the first `valid_tokens` prompt tokens' KV is already there
-        (a multiple of the prefill chunk, or all of N-1) and the engine owns the slot from now on."""
+        (what `manifest.complete_prefix_tokens` says of the pieces) and the engine owns the slot from now on."""
         ...
 
     def check_integrity(self) -> None:

@@ -17,9 +17,9 @@ class RequestSummary:
     """One API request that ended. Labels are safe for metrics: `model` is a served name or "other".
 
     `placement` is what really happened ("local" | "remote"), "none" when it never started. `reason` and
-    `fallback` say why. `error_reason` is a stable reason, "" when ok. `stages_s` are seconds by pipeline
-    step. Tokens are summed over prompts and choices; `ttft_s` and `tpot_s` are None without a first
-    (second) token.
+    `fallback` say why. `continued` are the reasons for which other prefill instances took over. `error_reason` is a
+    stable reason, "" when ok. `stages_s` are seconds by pipeline step. Tokens are summed over prompts and choices;
+    `ttft_s` and `tpot_s` are None without a first (second) token.
     """
 
     endpoint: Literal["chat", "completions"]
@@ -30,6 +30,7 @@ class RequestSummary:
     placement: Literal["local", "remote", "none"] = "none"
     reason: PlacementReason | None = None
     fallback: FallbackReason = FallbackReason.NONE
+    continued: tuple[str, ...] = ()
     stream: bool = False
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -59,6 +60,14 @@ class GatewayObserver(Protocol):
         """A far prefill ended; `outcome` is "ok", "cancelled" or a `FallbackReason` value."""
         ...
 
+    def prefill_continued(self, reason: str, outcome: str) -> None:
+        """A far prefill failed for `reason`; what came of letting another instance continue.
+
+        `outcome`: "ok", "failed", "cancelled", "refused" by decode, "no_instance" when there was no other one,
+        "exhausted" when `kv_transfer.continuations` were used up, "deadline" when the request's was too near.
+        """
+        ...
+
     def decode_retried(self, decode: Instance, reason: str) -> None:
         """A decode instance failed before its first token and another try was made."""
         ...
@@ -78,6 +87,8 @@ class SilentObserver:
     def token_gap(self, model: str, gap_s: float) -> None: ...
 
     def prefill_leg_ended(self, prefill: Instance, outcome: str, seconds: float, wire_bytes: int) -> None: ...
+
+    def prefill_continued(self, reason: str, outcome: str) -> None: ...
 
     def decode_retried(self, decode: Instance, reason: str) -> None: ...
 

@@ -22,11 +22,30 @@ class LegError(msgspec.Struct, kw_only=True):
     message: str
 
 
+class ContinuationRecord(msgspec.Struct, kw_only=True):
+    """One sender failed for `reason` (a fallback reason), and `prefill_instance` took over.
+
+    `transfer_id` is the failed one's; `held_bytes` of KV were at decode by then. `outcome`: "ok", "cancelled", or the
+    reason the next one failed for; "" while it runs.
+    """
+
+    reason: str
+    detail: str
+    transfer_id: str
+    failed_instance: str
+    failed_site: str
+    prefill_instance: str
+    prefill_site: str
+    held_bytes: int
+    outcome: str = ""
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """GET /v1/farfill/requests/{request_id}. Durations in seconds of the gateway's monotonic clock.
 
     `placed` is what the gateway decided ("local" | "remote"), `placement` what really happened ("" when it
     never started). `start` comes from decode, `prefill` from the far side (null when local or failed).
+    `prefill_instance` and `transfer_id` are the last ones, when others continued (`continuations`).
     A request of several prompts has one record a prompt: the further ones are named `{request_id}-{i}`.
     """
 
@@ -61,6 +80,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     start: StartEvent | None = None
     prefill: PrefillReport | None = None
     prefill_error: LegError | None = None
+    continuations: list[ContinuationRecord] = []
     prefill_leg_s: float | None = None
 
 

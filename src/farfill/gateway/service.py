@@ -14,7 +14,8 @@ from farfill.gateway.identity import server_name
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver, SilentObserver
 from farfill.gateway.pipeline.admit import Admission
-from farfill.gateway.pipeline.dispatch import Dispatcher, SignTicket
+from farfill.gateway.pipeline.attempt import LegContext, SignTicket
+from farfill.gateway.pipeline.dispatch import Dispatcher
 from farfill.gateway.pipeline.place import Membership, Placer
 from farfill.gateway.records import RequestRecords
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
@@ -39,6 +40,7 @@ class GatewayDeps:
     clock: Clock = field(default_factory=WallClock)
     observer: GatewayObserver = field(default_factory=SilentObserver)
     metrics: Metrics = _no_metrics
+    registry_away_s: Callable[[], float] = lambda: 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +82,23 @@ def build_service(deps: GatewayDeps) -> GatewayService:
     reach = DecodeReach(config.registry.lease_s, deps.clock)
     work = OutstandingWork()
     placer = Placer(config, deps.membership, health, work)
-    dispatcher = Dispatcher(
+    legs = LegContext(
         config=config,
         client=client,
         placer=placer,
         health=health,
-        reach=reach,
         work=work,
         sign_ticket=deps.sign_ticket,
+        observer=deps.observer,
+        clock=deps.clock,
+    )
+    dispatcher = Dispatcher(
+        config=config,
+        client=client,
+        placer=placer,
+        reach=reach,
+        work=work,
+        legs=legs,
         clock=deps.clock,
         observer=deps.observer,
     )

@@ -30,12 +30,15 @@ from farfill.wire.control import (
     CONTENT_TYPE,
     PROTOCOL_VERSION,
     VERSION_HEADER,
+    ContinueCommand,
+    ContinueReply,
     DecodeCommand,
     ErrorBody,
     FailTransferCommand,
     GenerationEvent,
     PrefillCommand,
     PrefillReport,
+    TransferStatus,
 )
 from farfill.wire.events import EventReader
 
@@ -148,7 +151,7 @@ class WorkerClient:
 
     async def decode(self, instance: Instance, command: DecodeCommand) -> DecodeStream:
         """Start a generation; returns when the worker committed to it (its first token is there)."""
-        response = await self._post(instance, "/v1/decode", command)
+        response = await self._send(instance, "/v1/decode", command)
         return DecodeStream(instance, response)
 
     async def prefill(self, instance: Instance, command: PrefillCommand) -> PrefillReport:
@@ -160,8 +163,16 @@ class WorkerClient:
         command = FailTransferCommand(reason=str(reason), detail=detail[:500])
         await self._call(instance, f"/v1/transfers/{transfer_id}/fail", command, FailTransferCommand)
 
-    async def _call(self, instance: Instance, path: str, command: msgspec.Struct, kind: type[Reply]) -> Reply:
-        response = await self._post(instance, path, command)
+    async def continue_transfer(self, instance: Instance, transfer_id: str, command: ContinueCommand) -> ContinueReply:
+        """Name the sender that takes the place of a failed one. WorkerAnswerError 409: the transfer is over."""
+        return await self._call(instance, f"/v1/transfers/{transfer_id}/continue", command, ContinueReply)
+
+    async def transfer_status(self, instance: Instance, transfer_id: str, wait_s: float) -> TransferStatus:
+        """How decode sees the transfer, once it does not listen to the sender any more or `wait_s` are over."""
+        return await self._call(instance, f"/v1/transfers/{transfer_id}?wait_s={wait_s:g}", None, TransferStatus)
+
+    async def _call(self, instance: Instance, path: str, command: msgspec.Struct | None, kind: type[Reply]) -> Reply:
+        response = await self._send(instance, path, command)
         try:
             return msgspec.msgpack.decode(await response.read(), type=kind)
         except msgspec.DecodeError as error:
@@ -171,13 +182,15 @@ class WorkerClient:
         finally:
             response.close()  # without effect when it was read to its end
 
-    async def _post(self, instance: Instance, path: str, command: msgspec.Struct) -> aiohttp.ClientResponse:
+    async def _send(self, instance: Instance, path: str, command: msgspec.Struct | None) -> aiohttp.ClientResponse:
+        """POST `command`, or GET without one."""
         assert self._session is not None, "the client was not started"
-        body = _encode(command)
+        body = b"" if command is None else _encode(command)
         try:
-            response = await self._session.post(
+            response = await self._session.request(
+                "GET" if command is None else "POST",
                 instance.url + path,
-                data=body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body),
+                data=None if command is None else body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body),
                 headers=_HEADERS,
                 server_hostname=self._server_name(instance),
             )

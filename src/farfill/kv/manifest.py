@@ -2,8 +2,8 @@
 
 A piece is a contiguous run of bytes with its own place in the layout: the rows of one growing tensor for one
 prefill chunk, the last rows of one window, or one whole state. Pieces are ordered by the prefill chunk that
-releases them, so streaming in index order is streaming in compute order. Windows and states belong to the
-last prefill chunk: earlier ones never leave.
+releases them, growing tensors first, so streaming in index order is streaming in compute order. Windows and states
+belong to the last prefill chunk; with checkpoints, to every chunk that ends at one, as they were there.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from hashlib import blake2b
 
-from farfill.core.errors import InvalidRequestError
-from farfill.core.layout import KVLayout, TensorKind
+from farfill.core.errors import InvalidRequestError, ModelUnsupportedError
+from farfill.core.layout import KVLayout
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """`tensor` indexes `layout.tensors`; [start_token, end_token) is empty for states."""
+    """`tensor` indexes `layout.tensors`; [start_token, end_token) is empty for states, at the token they stand at."""
 
     index: int
     tensor: int
@@ -56,12 +56,21 @@ class Manifest:
         return tuple(tuple(group) for group in groups)
 
     @cached_property
+    def checkpoint_pieces(self) -> tuple[Piece, ...]:
+        """Windows and states as they were before the prompt's end: later tokens overwrite them in a cache."""
+        tensors, last = self.layout.tensors, self.num_prefill_chunks - 1
+        return tuple(p for p in self.pieces if p.prefill_chunk != last and not tensors[p.tensor].kind.grows)
+
+    @cached_property
     def digest(self) -> bytes:
         """32 bytes over every tensor's identity, dtype, shape and the cut into pieces."""
         h = blake2b(digest_size=32, person=b"farfill-manif-1")
-        h.update(repr((self.layout.version, self.layout.prefill_chunk_tokens, self.num_tokens)).encode())
-        for t in self.layout.tensors:
-            h.update(repr((t.layer, t.name, str(t.kind), t.dtype, t.row_shape, t.window_tokens)).encode())
+        layout = self.layout
+        h.update(
+            repr((layout.version, layout.prefill_chunk_tokens, layout.checkpoint_tokens, self.num_tokens)).encode()
+        )
+        for t in layout.tensors:
+            h.update(repr((t.layer, t.name, str(t.kind), t.dtype, t.row_shape, t.window_tokens, t.row_tokens)).encode())
         for p in self.pieces:
             h.update(repr((p.index, p.tensor, p.prefill_chunk, p.start_token, p.end_token, p.nbytes)).encode())
         return h.digest()
@@ -69,17 +78,19 @@ class Manifest:
     def complete_prefix_tokens(self, held: Container[int]) -> int:
         """The longest prefix, in tokens, that `held` piece indices allow decode to continue from exactly.
 
-        All pieces: `num_tokens`. Otherwise whole prefill chunks from the start, and only for layouts without
-        windows or states (those exist for the end of the prompt alone).
+        All rows and what stands at the prompt's end: `num_tokens`. Otherwise whole prefill chunks from the start;
+        for layouts with windows or states, up to the last checkpoint that is there in full.
         """
-        chunks = 0
-        for group in self.by_prefill_chunk:
-            if not all(piece.index in held for piece in group):
+        tensors, step = self.layout.tensors, self.layout.prefill_chunk_tokens
+        complete = 0
+        for chunk, group in enumerate(self.by_prefill_chunk):
+            rows = [piece for piece in group if tensors[piece.tensor].kind.grows]
+            states = [piece for piece in group if not tensors[piece.tensor].kind.grows]
+            if not all(piece.index in held for piece in rows):
                 break
-            chunks += 1
-        if chunks == self.num_prefill_chunks:
-            return self.num_tokens
-        return chunks * self.layout.prefill_chunk_tokens if self.layout.resumable else 0
+            if self.layout.resumable or (states and all(piece.index in held for piece in states)):
+                complete = min((chunk + 1) * step, self.num_tokens)
+        return complete
 
 
 def build_manifest(layout: KVLayout, num_tokens: int) -> Manifest:
@@ -87,19 +98,24 @@ def build_manifest(layout: KVLayout, num_tokens: int) -> Manifest:
     if num_tokens < 1:
         raise InvalidRequestError(f"a manifest needs at least 1 token, got {num_tokens}")
     step = layout.prefill_chunk_tokens
-    chunks = -(-num_tokens // step)
+    for tensor in layout.tensors:
+        if tensor.kind.grows and step % tensor.row_tokens:
+            raise ModelUnsupportedError(
+                f"prefill chunks of {step} tokens are no whole number of rows of {tensor.row_tokens} ({tensor.name})"
+            )
+    growing = [i for i, tensor in enumerate(layout.tensors) if tensor.kind.grows]
+    others = [i for i, tensor in enumerate(layout.tensors) if not tensor.kind.grows]
     pieces: list[Piece] = []
-    for chunk in range(chunks):
+
+    def add(tensor: int, chunk: int, start: int, end: int) -> None:
+        rows = layout.tensors[tensor].rows(start, end)
+        pieces.append(Piece(len(pieces), tensor, chunk, start, end, rows * layout.tensors[tensor].row_bytes))
+
+    for chunk in range(-(-num_tokens // step)):
         start, end = chunk * step, min((chunk + 1) * step, num_tokens)
-        for i, tensor in enumerate(layout.tensors):
-            if tensor.kind.grows:
-                span = (start, end)
-            elif chunk != chunks - 1:
-                continue
-            elif tensor.kind is TensorKind.WINDOW:
-                span = (max(0, num_tokens - tensor.window_tokens), num_tokens)
-            else:
-                span = (num_tokens, num_tokens)
-            rows = span[1] - span[0] if tensor.kind not in (TensorKind.RECURRENT, TensorKind.CONV) else 1
-            pieces.append(Piece(len(pieces), i, chunk, span[0], span[1], rows * tensor.row_bytes))
+        for tensor in growing:
+            add(tensor, chunk, start, end)
+        if end == num_tokens or layout.can_continue_at(end):
+            for tensor in others:
+                add(tensor, chunk, *layout.kept_span(tensor, end))
     return Manifest(layout, num_tokens, tuple(pieces))

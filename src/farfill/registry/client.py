@@ -39,7 +39,7 @@ class RegistryObserver(Protocol):
     def registry_answered(self, outcome: str) -> None: ...
 
 
-class _RegistryCalls:
+class RegistryCalls:
     """One HTTP session to the registry; every failure becomes a FarfillError and is told once per outage."""
 
     def __init__(self, url: str, context: ssl.SSLContext | None, observer: RegistryObserver | None) -> None:
@@ -47,8 +47,13 @@ class _RegistryCalls:
         self._context = context
         self._observer = observer
         self._session: aiohttp.ClientSession | None = None
-        self._away = False
+        self._away_since_s: float | None = None
         self.backoff_s = FIRST_BACKOFF_S
+
+    @property
+    def away_s(self) -> float:
+        """For how long the registry has not answered; 0 while it does."""
+        return 0.0 if self._away_since_s is None else asyncio.get_running_loop().time() - self._away_since_s
 
     def open(self) -> None:
         self._session = aiohttp.ClientSession(
@@ -81,17 +86,17 @@ class _RegistryCalls:
 
     def succeeded(self) -> None:
         self._tell("ok")
-        if self._away:
-            log.info("registry_back", url=self._url)
-        self._away = False
+        if self._away_since_s is not None:
+            log.info("registry_back", url=self._url, away_s=round(self.away_s, 1))
+        self._away_since_s = None
         self.backoff_s = FIRST_BACKOFF_S
 
     def failed(self, error: FarfillError) -> float:
         """Note a failed call; returns the seconds to pause before the next."""
         self._tell(error.reason)
-        if not self._away:
+        if self._away_since_s is None:
             log.warning("registry_away", url=self._url, reason=error.reason, error=str(error))
-        self._away = True
+            self._away_since_s = asyncio.get_running_loop().time()
         pause_s = self.backoff_s
         self.backoff_s = min(2 * self.backoff_s, LAST_BACKOFF_S)
         return pause_s
@@ -115,7 +120,7 @@ class Announcer:
         instance: Instance,
         observer: RegistryObserver | None = None,
     ) -> None:
-        self._calls = _RegistryCalls(registry_url, ssl_context, observer)
+        self._calls = RegistryCalls(registry_url, ssl_context, observer)
         self._instance = instance
         self._sent: Instance | None = None
         self._sent_at_s = 0.0
@@ -215,7 +220,7 @@ class InstanceWatcher:
         observer: RegistryObserver | None = None,
         on_change: Callable[[tuple[Instance, ...]], None] | None = None,
     ) -> None:
-        self._calls = _RegistryCalls(registry_url, ssl_context, observer)
+        self._calls = RegistryCalls(registry_url, ssl_context, observer)
         self._on_change = on_change
         self._instances: tuple[Instance, ...] = ()
         self._revision = 0
@@ -225,6 +230,11 @@ class InstanceWatcher:
     def instances(self) -> tuple[Instance, ...]:
         """The last known state; it stays while the registry is away."""
         return self._instances
+
+    @property
+    def stale_s(self) -> float:
+        """For how long the registry has been away, so that `instances` may be out of date; 0 while it answers."""
+        return self._calls.away_s
 
     @property
     def known(self) -> bool:

@@ -3,9 +3,11 @@
     PUT    /v1/instances/{name}                    register or renew; body `InstanceMessage`
     DELETE /v1/instances/{name}?generation=G       leave
     GET    /v1/instances?after=REVISION&wait_s=S   all instances, once the revision differs from `after`
+    POST   /v1/store                               the store itself, within what `registry.access` allows
     GET    /health /live /ready /metrics
 
-A worker may write its own name only, and only as what its certificate says it is.
+A worker may write its own name only, and only as what its certificate says it is. The process keeps nothing but a
+mirror of the store: several of them may serve one etcd.
 """
 
 from __future__ import annotations
@@ -22,8 +24,12 @@ from aiohttp import web
 from farfill.clock import Clock
 from farfill.core.cluster import Instance, Role
 from farfill.core.errors import ProtocolError
+from farfill.registry.members import Members
 from farfill.registry.messages import from_message, message_response, refusal, to_message
-from farfill.registry.store import RegistryStore
+from farfill.registry.mirror import Mirror
+from farfill.registry.records import INSTANCES
+from farfill.registry.store import Store, StoreError
+from farfill.registry.store_handler import StoreHandler
 from farfill.telemetry.metrics import RegistryMetrics, exposition
 from farfill.transport.errors import IdentityError
 from farfill.transport.tls import PeerIdentity, peer_identity
@@ -31,7 +37,7 @@ from farfill.wire.control import PROTOCOL_VERSION, VERSION_HEADER, InstanceMessa
 
 log = structlog.get_logger()
 
-MAX_BODY_BYTES = 64 * 1024
+MAX_BODY_BYTES = 4 * 1024 * 1024
 MAX_WAIT_S = 60.0
 WORKER_ROLES = frozenset(str(role) for role in Role)
 READER_ROLES = WORKER_ROLES | {"gateway"}
@@ -52,25 +58,37 @@ def identity_of(request: web.Request) -> PeerIdentity | None:
 
 @dataclass
 class RegistryService:
-    """Joins the store to HTTP. `identify` tells who calls; only tests replace it."""
+    """Joins an opened store to HTTP. `identify` tells who calls; only tests replace it."""
 
     cluster: str
-    store: RegistryStore
+    store: Store
+    lease_s: float
     clock: Clock
     metrics: RegistryMetrics
     identify: Callable[[web.Request], PeerIdentity | None] = identity_of
+    mirror: Mirror = field(init=False)
+    members: Members = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _shown: tuple[Instance, ...] = ()
+    _left: set[str] = field(default_factory=set)
     _started_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.mirror = Mirror(self.store, INSTANCES, on_change=self._publish, observer=self.metrics)
+        self.members = Members(self.store, self.mirror, self.lease_s)
+        self._handler = StoreHandler(self.store)
+
     def app(self) -> web.Application:
-        """The routes, and the task that expires leases while the app runs."""
+        """The routes, and the mirror that follows the store while the app runs."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.cleanup_ctx.append(self._expiring)
+        app.cleanup_ctx.append(self._following)
         app.router.add_put("/v1/instances/{name}", self.put)
         app.router.add_delete("/v1/instances/{name}", self.delete)
         app.router.add_get("/v1/instances", self.list)
-        for path in ("/health", "/live", "/ready"):
+        app.router.add_post("/v1/store", self.call_store)
+        for path in ("/health", "/live"):
             app.router.add_get(path, self.alive)
+        app.router.add_get("/ready", self.ready)
         app.router.add_get("/metrics", self.exposition)
         return app
 
@@ -83,29 +101,34 @@ class RegistryService:
             return refusal(400, "invalid_request", f"not an instance: {error}")
         if (refused := self._refuse_write(request, instance)) is not None:
             return refused
-        before = self.store.revision
-        outcome = self.store.put(instance, self.clock.now_s())
+        try:
+            outcome, ttl_s = await self.members.put(instance)
+        except StoreError as error:
+            return self._unavailable(request, error)
         self.metrics.written(outcome)
         if outcome == "superseded":
             log.warning("registration_refused", reason=outcome, name=instance.name, generation=instance.generation)
             return refusal(409, outcome, f"another process has taken over the name {instance.name}")
         if outcome == "registered":
             log.info("instance_registered", name=instance.name, worker_site=instance.site, url=instance.url)
-        self._publish(before)
-        return message_response(LeaseReply(lease_s=self.store.lease_s))
+        return message_response(LeaseReply(lease_s=ttl_s))
 
     async def delete(self, request: web.Request) -> web.Response:
         """Leave. Nothing happens when another generation holds the name already."""
         name = request.match_info["name"]
         if (refused := self._refuse(request, WORKER_ROLES, name)) is not None:
             return refused
-        before = self.store.revision
-        removed = self.store.remove(name, request.query.get("generation", ""))
+        self._left.add(name)
+        try:
+            removed = await self.members.remove(name, request.query.get("generation", ""))
+        except StoreError as error:
+            return self._unavailable(request, error)
         if removed:
             self.metrics.written("deregistered")
             log.info("instance_left", name=name)
-        self._publish(before)
-        return message_response(LeaseReply(lease_s=self.store.lease_s))
+        else:
+            self._left.discard(name)
+        return message_response(LeaseReply(lease_s=self.lease_s))
 
     async def list(self, request: web.Request) -> web.Response:
         """Long poll; answers `InstancesReply`, unchanged when `wait_s` ran out."""
@@ -123,14 +146,31 @@ class RegistryService:
                     await self._news(after)
         finally:
             self.metrics.watching(-1)
+        if not self.mirror.known:
+            return refusal(503, "store_unavailable", "the store has not answered yet")
         if self._settling(after):
             return refusal(503, "settling", "just started: workers have not had the time to register again")
-        instances = [to_message(instance) for instance in self.store.instances()]
-        return message_response(InstancesReply(revision=self.store.revision, instances=instances))
+        instances = [to_message(instance) for instance in self._shown]
+        return message_response(InstancesReply(revision=self.mirror.revision, instances=instances))
+
+    async def call_store(self, request: web.Request) -> web.Response:
+        """One call of `registry.remote`."""
+        if (refused := self._refuse(request, READER_ROLES)) is not None:
+            return refused
+        peer = self.identify(request)
+        assert peer is not None, "checked by _refuse"
+        return await self._handler.answer(peer, await request.read())
 
     async def alive(self, _request: web.Request) -> web.Response:
         """Any certificate of the CA may ask."""
-        return web.json_response({"status": "ok", "instances": len(self.store.instances())})
+        return web.json_response({"status": "ok", "instances": len(self._shown)})
+
+    async def ready(self, _request: web.Request) -> web.Response:
+        """Whether the store answers."""
+        if self.mirror.known and self.mirror.stale_s == 0:
+            return web.json_response({"status": "ok", "instances": len(self._shown)})
+        text = f"the store has been away for {self.mirror.stale_s:.0f} s"
+        return web.json_response({"status": "not ready", "missing": text}, status=503)
 
     async def exposition(self, _request: web.Request) -> web.Response:
         """Prometheus text."""
@@ -138,13 +178,13 @@ class RegistryService:
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _news(self, after: int) -> None:
-        while self.store.revision == after or self._settling(after):
+        while not self.mirror.known or self.mirror.revision == after or self._settling(after):
             await self._changed.wait()
 
     def _settling(self, after: int) -> bool:
-        """A watcher that knew our predecessor must not see an empty cluster because we just restarted."""
-        knew_predecessor = after not in (0, *range(self.store.first_revision, self.store.revision + 1))
-        return knew_predecessor and self.clock.now_s() - self._started_s < self.store.lease_s
+        """A watcher that knew another store must not see an empty cluster because ours lost its disk."""
+        knew_another = after != 0 and not self.store.born <= after <= self.mirror.revision
+        return knew_another and self.clock.now_s() - self._started_s < self.lease_s
 
     def _refuse_write(self, request: web.Request, instance: Instance) -> web.Response | None:
         refused = self._refuse(request, WORKER_ROLES, request.match_info["name"])
@@ -176,36 +216,38 @@ class RegistryService:
             self.metrics.written("forbidden")
         return refusal(403, "forbidden", text)
 
-    def _publish(self, before: int) -> None:
-        """Wake all watchers if the revision moved on since `before`."""
-        if self.store.revision == before:
-            return
-        self.metrics.set_state(self.store.instances(), self.store.revision)
+    def _unavailable(self, request: web.Request, error: StoreError) -> web.Response:
+        log.warning("request_refused", reason=error.reason, method=request.method, path=request.path, error=str(error))
+        self.metrics.written("store_unavailable")
+        return refusal(503, error.reason, str(error))
+
+    def _publish(self) -> None:
+        """The mirror moved: wake all watchers, and count who went without saying so."""
+        before, self._shown = {i.name for i in self._shown}, self.members.instances()
+        gone = before - {i.name for i in self._shown}
+        lost = gone - self._left
+        self._left -= gone
+        for name in sorted(lost):
+            log.warning("instance_lost", name=name, reason="lease_expired")
+        self.metrics.expired(len(lost))
+        self.metrics.set_state(self._shown, self.mirror.revision)
         self._wake()
 
     def _wake(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _expiring(self, _app: web.Application) -> AsyncIterator[None]:
+    async def _following(self, _app: web.Application) -> AsyncIterator[None]:
         self._started_s = self.clock.now_s()
-        task = asyncio.create_task(self._expire())
-        yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+        async with self.mirror:
+            task = asyncio.create_task(self._settle())
+            yield
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
 
-    async def _expire(self) -> None:
-        settled = False
-        while True:
-            await asyncio.sleep(min(self.store.lease_s / 10, 0.5))
-            before = self.store.revision
-            now_s = self.clock.now_s()
-            gone = self.store.expire(now_s)
-            for instance in gone:
-                log.warning("lease_expired", name=instance.name, worker_site=instance.site)
-            self.metrics.expired(len(gone))
-            self._publish(before)
-            if not settled and now_s - self._started_s >= self.store.lease_s:
-                settled = True
-                self._wake()
+    async def _settle(self) -> None:
+        """Wake those who wait for us to settle."""
+        while self.clock.now_s() - self._started_s < self.lease_s:  # noqa: ASYNC110 (tests move the clock)
+            await asyncio.sleep(min(self.lease_s / 10, 0.5))
+        self._wake()

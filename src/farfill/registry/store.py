@@ -1,68 +1,174 @@
-"""The registry's state: leases that must be renewed, and a revision that moves on with every change.
+"""What a registry store is: versioned keys under one revision, compare-and-swap, leases, and a resumable watch.
 
-Pure: time comes in as `now_s`. Guarantees: an instance is listed until its lease runs out or it leaves; a
-restarted worker replaces its former self at once, and the former self can neither come back nor remove it.
+Every store keeps these promises (`tests/flow/test_store_conformance.py` runs one suite on all of them):
+
+- one revision counts the commits that changed something; each key knows the revisions that made and last changed it;
+- a commit is applied whole or not at all, and only while every condition holds;
+- what a call returned is durable as far as the store is;
+- a watch yields every commit after a revision, in order, without gaps, each exactly once; where history was cut it
+  raises CompactedError, and the caller lists again;
+- keys put with a lease vanish, in one commit, when the lease is revoked or not renewed in time.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from farfill.core.cluster import Instance
+from farfill.core.errors import FarfillError, InvalidRequestError, Side
 
-_REMEMBERED_GENERATIONS = 16
-
-
-@dataclass(slots=True)
-class _Lease:
-    instance: Instance
-    expires_s: float
+MAX_KEY_BYTES = 512
+MAX_VALUE_BYTES = 1024 * 1024
+MAX_OPERATIONS = 100
 
 
-class RegistryStore:
-    """Owned by one event loop. `revision` starts at `first_revision`, which must differ between restarts."""
+class StoreError(FarfillError):
+    """The store cannot answer now, or not at all."""
 
-    def __init__(self, lease_s: float, first_revision: int = 1) -> None:
-        self.lease_s = lease_s
-        self.first_revision = first_revision
-        self.revision = first_revision
-        self._leases: dict[str, _Lease] = {}
-        self._superseded: dict[str, deque[str]] = {}
+    reason = "store_unavailable"
+    retryable = True
+    side: Side = "registry"
 
-    def put(self, instance: Instance, now_s: float) -> Literal["registered", "renewed", "superseded"]:
-        """Register or renew. Superseded: another generation of this name took over, nothing was changed."""
-        if instance.generation in self._superseded.get(instance.name, ()):
-            return "superseded"
-        held = self._leases.get(instance.name)
-        self._leases[instance.name] = _Lease(instance, now_s + self.lease_s)
-        if held is None or held.instance != instance:
-            self.revision += 1
-        if held is not None and held.instance.generation == instance.generation:
-            return "renewed"
-        if held is not None:
-            former = self._superseded.setdefault(instance.name, deque(maxlen=_REMEMBERED_GENERATIONS))
-            former.append(held.instance.generation)
-        return "registered"
 
-    def remove(self, name: str, generation: str) -> bool:
-        """Take `name` off the list, if it still is of `generation`. Returns whether it was there."""
-        held = self._leases.get(name)
-        if held is None or held.instance.generation != generation:
-            return False
-        del self._leases[name]
-        self.revision += 1
-        return True
+class CompactedError(StoreError):
+    """History up to `revision` is gone: list again and watch from there."""
 
-    def expire(self, now_s: float) -> list[Instance]:
-        """Drop instances whose lease ran out; returns them."""
-        gone = [lease.instance for lease in self._leases.values() if lease.expires_s <= now_s]
-        for instance in gone:
-            del self._leases[instance.name]
-        self.revision += bool(gone)
-        return gone
+    reason = "compacted"
 
-    def instances(self) -> tuple[Instance, ...]:
-        """All live instances, by name."""
-        return tuple(self._leases[name].instance for name in sorted(self._leases))
+    def __init__(self, revision: int) -> None:
+        super().__init__(f"the history up to revision {revision} is gone; list again")
+        self.revision = revision
+
+
+class LeaseLostError(StoreError):
+    """The lease ran out, was revoked, or never was; its keys are gone."""
+
+    reason = "lease_lost"
+    retryable = False
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One key. `created` and `modified` are revisions; `version` counts puts since; lease 0: none."""
+
+    key: str
+    value: bytes = field(repr=False)
+    created: int
+    modified: int
+    version: int
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Put:
+    """Set `key`; a lease of 0 takes it off any lease it was on."""
+
+    key: str
+    value: bytes = field(repr=False)
+    lease: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """Remove `key`, if it is there."""
+
+    key: str
+
+
+Operation = Put | Delete
+
+
+@dataclass(frozen=True, slots=True)
+class Unchanged:
+    """Holds while `key` was last changed at revision `modified`; 0: while it does not exist."""
+
+    key: str
+    modified: int
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """`applied` is False when a condition did not hold. `revision` is the store's after the call."""
+
+    applied: bool
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Entries by key, all as of `revision`."""
+
+    entries: tuple[Entry, ...]
+    revision: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key after a commit; `entry` None: it was removed."""
+
+    key: str
+    entry: Entry | None
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one commit changed under the watched prefix."""
+
+    revision: int
+    changes: tuple[Change, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """`ttl_s` as granted, which may be longer than asked for."""
+
+    id: int
+    ttl_s: float
+
+
+class Store(Protocol):
+    """Call within `async with`. Every call raises StoreError while the store cannot be had.
+
+    `born` is the revision its history began with; 0 where that is not known.
+    """
+
+    @property
+    def born(self) -> int: ...
+
+    async def get(self, key: str) -> Entry | None: ...
+
+    async def scan(self, prefix: str) -> Listing: ...
+
+    async def commit(self, operations: Sequence[Operation], conditions: Sequence[Unchanged] = ()) -> Committed:
+        """Raises LeaseLostError when a put names a lease that is gone; nothing is changed then."""
+        ...
+
+    def watch(self, prefix: str, after: int) -> AsyncGenerator[Batch]:
+        """Commits after revision `after` that changed something under `prefix`. Never ends by itself."""
+        ...
+
+    async def grant(self, ttl_s: float) -> Lease: ...
+
+    async def keep_alive(self, lease: int) -> float:
+        """Renew; returns the seconds it holds from now. Raises LeaseLostError."""
+        ...
+
+    async def revoke(self, lease: int) -> None:
+        """End the lease and remove its keys. Idempotent."""
+        ...
+
+
+def check_commit(operations: Sequence[Operation], conditions: Sequence[Unchanged]) -> None:
+    """Raises InvalidRequestError on what not every store could do."""
+    if len(operations) > MAX_OPERATIONS or len(conditions) > MAX_OPERATIONS:
+        raise InvalidRequestError(f"a commit has at most {MAX_OPERATIONS} operations and as many conditions")
+    keys = [operation.key for operation in operations]
+    if len(set(keys)) < len(keys):
+        raise InvalidRequestError("a commit changes each key at most once")
+    for key in (*keys, *(condition.key for condition in conditions)):
+        if not key or len(key.encode()) > MAX_KEY_BYTES or not key.isprintable():
+            raise InvalidRequestError(f"{key[:80]!r} is no key: 1 to {MAX_KEY_BYTES} bytes of printable text")
+    for operation in operations:
+        if isinstance(operation, Put) and len(operation.value) > MAX_VALUE_BYTES:
+            raise InvalidRequestError(f"{operation.key}: a value has at most {MAX_VALUE_BYTES} bytes")

@@ -128,9 +128,11 @@ class AwaitedTransfer:
         options: ReceiveOptions,
         owner: Owner,
         *,
+        held: frozenset[int],
         clock: Clock,
         observer: TransferObserver,
     ) -> None:
+        """`held` are pieces of `slot` that need not come."""
         self.key = transfer_key(ticket.transfer_id)
         self.ticket = ticket
         self.generation: str | None = None
@@ -142,7 +144,7 @@ class AwaitedTransfer:
         self._lock = Lock()
         self._expected_s = clock.now_s()
         self._machine = ReceiverMachine(
-            slot.manifest, slot.held, options.limits, options.chunk_limit_bytes, self._expected_s
+            slot.manifest, held, options.limits, options.chunk_limit_bytes, self._expected_s
         )
         self._claims = count()
         self._landings: dict[int, Landing] = {}
@@ -356,6 +358,7 @@ class AwaitedTransfer:
                 failure=ended.reason,
                 detail=ended.detail,
                 stats=stats,
+                pieces=self._machine.pieces,
             )
         )
 

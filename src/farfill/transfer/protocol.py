@@ -36,6 +36,8 @@ class TransferStats:
 class ReceiveResult:
     """How an expected transfer ended. `prefix_tokens` may be used; all N-1 when `complete`.
 
+    `pieces` are complete and verified, those held before included: another sender need not bring them.
+
     When it returns, the transfer is fenced: no byte will be written into the slot any more.
     """
 
@@ -44,6 +46,7 @@ class ReceiveResult:
     failure: FallbackReason
     detail: str
     stats: TransferStats
+    pieces: frozenset[int] = frozenset()
 
 
 class ExpectedTransfer(Protocol):
@@ -70,10 +73,19 @@ class TransferReceiver(Protocol):
 
     async def close(self) -> None: ...
 
-    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float, source: str = "") -> ExpectedTransfer:
+    def expect(
+        self,
+        ticket: Ticket,
+        slot: KVSlot,
+        *,
+        timeout_s: float,
+        source: str = "",
+        held: frozenset[int] | None = None,
+    ) -> ExpectedTransfer:
         """Announce a transfer. An OPEN that came earlier is held for it and served now.
 
-        `source` is where the sender lets this side in, when this side dials; empty when the sender dials.
+        `source` is where the sender lets this side in, when this side dials; empty when the sender dials. `held` are
+        pieces that need not come, the slot's own unless told: an earlier sender's are among them.
         """
         ...
 

@@ -164,7 +164,15 @@ class KVReceiver:
                 await self._ticker
             self._ticker = None
 
-    def expect(self, ticket: Ticket, slot: KVSlot, *, timeout_s: float, source: str = "") -> ExpectedTransfer:
+    def expect(
+        self,
+        ticket: Ticket,
+        slot: KVSlot,
+        *,
+        timeout_s: float,
+        source: str = "",
+        held: frozenset[int] | None = None,
+    ) -> ExpectedTransfer:
         """See `TransferReceiver`. Raises TicketError for a used ticket, TransferError for a slot of another size."""
         if slot.manifest.num_tokens != ticket.num_tokens:
             raise TransferError(
@@ -181,6 +189,7 @@ class KVReceiver:
                 checksum=self._config.checksum,
             ),
             self,
+            held=slot.held if held is None else held,
             clock=self._clock,
             observer=self._observer,
         )

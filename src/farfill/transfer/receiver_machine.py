@@ -62,6 +62,11 @@ class ReceiverMachine:
         return self._grid
 
     @property
+    def pieces(self) -> frozenset[int]:
+        """Complete pieces, those held from the start included."""
+        return frozenset(self._pieces)
+
+    @property
     def prefix_tokens(self) -> int:
         """Tokens decode may use of what is held."""
         return self._manifest.complete_prefix_tokens(self._pieces)

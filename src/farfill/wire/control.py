@@ -35,12 +35,16 @@ class SamplingMessage(msgspec.Struct, omit_defaults=True, kw_only=True):
     n: int = 1
     ignore_eos: bool = False
     skip_special_tokens: bool = True
+    bad_words: list[tuple[int, ...]] = []
+    allowed_token_ids: list[int] = []
+    grammar: str = ""
 
 
 class PrefillCommand(msgspec.Struct, kw_only=True):
     """POST /v1/prefill on a prefill worker: compute `token_ids[:-1]`, push the KV to `target`.
 
     The answer comes when the transfer ended: `PrefillReport`, or `ErrorBody` with a non-200 status.
+    `priority`: lower goes first; among equals, tenants take turns.
     """
 
     request_id: str
@@ -48,6 +52,8 @@ class PrefillCommand(msgspec.Struct, kw_only=True):
     target: str
     token_ids: list[int]
     cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
     timeout_s: float
     traceparent: str = ""
 
@@ -72,17 +78,21 @@ class DecodeCommand(msgspec.Struct, kw_only=True):
     """POST /v1/decode on a decode worker. With `ticket`, KV of the prompt is expected from far away.
 
     `source`: where the prefill worker lets this one in, when decode workers dial.
-    `allow_fallback`: prefill locally when that fails; otherwise the answer is 503.
+    `allow_fallback`: prefill locally when that fails; otherwise the answer is 503. `hold_s`: keep what a failed sender
+    brought for so long, for the gateway to name another one; 0: it names none.
     """
 
     request_id: str
     token_ids: list[int]
     cache_salt: str = ""
+    tenant: str = ""
+    priority: int = 0
     sampling: SamplingMessage
     ticket: str = ""
     source: str = ""
     timeout_s: float
     allow_fallback: bool = True
+    hold_s: float = 0.0
     traceparent: str = ""
 
 
@@ -90,6 +100,37 @@ class FailTransferCommand(msgspec.Struct, kw_only=True):
     """POST /v1/transfers/{id}/fail on a decode worker: the prefill leg failed, do not wait."""
 
     reason: str
+    detail: str = ""
+
+
+class ContinueCommand(msgspec.Struct, kw_only=True):
+    """POST /v1/transfers/{id}/continue on a decode worker: that sender failed, `ticket` names who brings the rest.
+
+    `source` as in `DecodeCommand`; `reason` is a `FallbackReason` value. Answered with `ContinueReply`, or 409 when the
+    transfer is over.
+    """
+
+    ticket: str
+    source: str = ""
+    reason: str
+    detail: str = ""
+
+
+class ContinueReply(msgspec.Struct, kw_only=True):
+    """Bytes of KV that need not be sent, as they are there; 0 also when the decode command has not come yet."""
+
+    held_bytes: int
+
+
+class TransferStatus(msgspec.Struct, kw_only=True):
+    """GET /v1/transfers/{id}?wait_s=S on a decode worker: answered once the sender is not listened to any more.
+
+    `state`: "receiving"; "orphaned", the sender failed for `reason` and another one may be named; "over", complete or
+    given up; "unknown", not begun or forgotten.
+    """
+
+    state: str
+    reason: str = ""
     detail: str = ""
 
 
@@ -109,6 +150,8 @@ class StartEvent(msgspec.Struct, tag="start", kw_only=True):
     `received_tokens` came over the link, `computed_tokens` were prefilled here. Durations in the decode
     worker's monotonic clock from the arrival of the command: `kv_wait_s` until the KV was there or given
     up, `queued_s` + `prefill_s` of the local part, `first_token_s` until the first token was sampled.
+    `continuations`: how often another sender took over; `reused_bytes` of KV it did not have to bring. Bytes and
+    `transfer_s` are sums over all senders. `lossy`: the form KV travelled in that the output rests on; empty: exact.
     """
 
     prefilled_at: str
@@ -125,6 +168,9 @@ class StartEvent(msgspec.Struct, tag="start", kw_only=True):
     queued_s: float
     prefill_s: float
     first_token_s: float
+    continuations: int = 0
+    reused_bytes: int = 0
+    lossy: str = ""
 
 
 class TokensEvent(msgspec.Struct, tag="tokens", omit_defaults=True, kw_only=True):

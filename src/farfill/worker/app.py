@@ -77,6 +77,8 @@ def build_worker_app(deps: WorkerDeps) -> web.Application:
     if deps.decode is not None:
         app.router.add_post("/v1/decode", for_gateway(deps.decode.handle))
         app.router.add_post("/v1/transfers/{transfer_id}/fail", for_gateway(deps.decode.fail_transfer))
+        app.router.add_post("/v1/transfers/{transfer_id}/continue", for_gateway(deps.decode.continue_transfer))
+        app.router.add_get("/v1/transfers/{transfer_id}", for_gateway(deps.decode.transfer_status))
     return app
 
 

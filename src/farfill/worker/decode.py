@@ -6,7 +6,7 @@ The HTTP status goes out with the first token, so a request that cannot be serve
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import structlog
@@ -14,13 +14,19 @@ from aiohttp import web
 
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import CapacityError, FarfillError, InvalidRequestError, UnavailableError
+from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
+from farfill.core.ticket import Ticket
 from farfill.engine.protocol import Engine, GenerateWork, KVSlot, PrefillStats, TokenEvent
 from farfill.telemetry.metrics import WorkerMetrics
-from farfill.transfer.protocol import ExpectedTransfer, ReceiveResult, TransferReceiver
+from farfill.transfer.handover import Handover, HandoverResult
+from farfill.transfer.handover_machine import NextSender
+from farfill.transfer.protocol import TransferReceiver
 from farfill.transfer.tickets import TicketVerifier
 from farfill.wire.control import (
     CONTENT_TYPE,
+    ContinueCommand,
+    ContinueReply,
     DecodeCommand,
     EndEvent,
     FailedEvent,
@@ -29,6 +35,7 @@ from farfill.wire.control import (
     SamplingMessage,
     StartEvent,
     TokensEvent,
+    TransferStatus,
 )
 from farfill.wire.events import encode_event
 from farfill.worker.http import message_response, read_message
@@ -37,6 +44,8 @@ from farfill.worker.sinks import TokenQueue
 
 log = structlog.get_logger()
 
+MAX_STATUS_WAIT_S = 60.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptKV:
@@ -44,8 +53,7 @@ class PromptKV:
 
     slot: KVSlot | None = None
     valid_tokens: int = 0
-    held_tokens: int = 0
-    received: ReceiveResult | None = None
+    received: HandoverResult | None = None
     fallback: FallbackReason = FallbackReason.NONE
     detail: str = ""
     wait_s: float = 0.0
@@ -53,7 +61,7 @@ class PromptKV:
 
 @dataclass(frozen=True, slots=True)
 class DecodeService:
-    """POST /v1/decode and POST /v1/transfers/{id}/fail. A closed connection frees everything at once."""
+    """POST /v1/decode and what concerns its transfer. A closed connection frees everything at once."""
 
     name: str
     engine: Engine
@@ -61,6 +69,8 @@ class DecodeService:
     verifier: TicketVerifier
     metrics: WorkerMetrics
     pending: PendingTransfers = field(default_factory=PendingTransfers)
+    lossy: str = ""
+    """The lossy form received KV travelled in (`kv_transfer.lossy`); empty: all is exact."""
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Streams `StartEvent`, `TokensEvent`s, then `EndEvent` or `FailedEvent`."""
@@ -90,6 +100,26 @@ class DecodeService:
         )
         return message_response(command)
 
+    async def continue_transfer(self, request: web.Request) -> web.StreamResponse:
+        """The gateway names another sender for what is missing, under a fresh ticket."""
+        command = await read_message(request, ContinueCommand)
+        sender = NextSender(self.verifier.verify(command.ticket), command.source)
+        transfer_id, reason = request.match_info["transfer_id"], _fallback_reason(command.reason)
+        held_bytes = await self.pending.proceed(transfer_id, sender, reason, command.detail)
+        return message_response(ContinueReply(held_bytes=held_bytes))
+
+    async def transfer_status(self, request: web.Request) -> web.StreamResponse:
+        """Answers once the transfer's sender is not listened to any more, at most `wait_s` from now."""
+        try:
+            wait_s = min(max(float(request.query.get("wait_s", "0")), 0.0), MAX_STATUS_WAIT_S)
+        except ValueError:
+            raise InvalidRequestError("wait_s must be a number of seconds", param="wait_s") from None
+        status = await self.pending.status(request.match_info["transfer_id"], wait_s)
+        if status is None:
+            return message_response(TransferStatus(state="unknown"))
+        reason = "" if status.reason is FallbackReason.NONE else str(status.reason)
+        return message_response(TransferStatus(state=str(status.state), reason=reason, detail=status.detail))
+
     def _checked_work(self, command: DecodeCommand) -> GenerateWork:
         info = self.engine.info
         sampling = _sampling(command.sampling)
@@ -107,6 +137,8 @@ class DecodeService:
             request_id=command.request_id,
             prompt=tuple(command.token_ids),
             cache_salt=command.cache_salt,
+            tenant=command.tenant,
+            priority=check_priority(command.priority),
             sampling=sampling,
         )
 
@@ -114,23 +146,34 @@ class DecodeService:
         self, request: web.Request, command: DecodeCommand, work: GenerateWork, started_s: float
     ) -> tuple[web.StreamResponse, str]:
         loop = asyncio.get_running_loop()
+        prepared = self.engine.prepare(work.sampling)
         prompt = await self._await_kv(command, work, started_s)
         queue = TokenQueue(loop)
         try:
+            await asyncio.wrap_future(prepared)
+            if prompt.slot is not None:
+                work = self._apart(work)
             running = self.engine.generate(work, queue, slot=prompt.slot, valid_tokens=prompt.valid_tokens)
-        except FarfillError:
+        except BaseException:
             if prompt.slot is not None:
                 prompt.slot.release()
             raise
         try:
             first = await queue.next_events()
             start = _start_event(command, prompt, queue.stats, loop.time() - started_s)
+            if self.lossy and prompt.valid_tokens:
+                start.lossy = self.lossy
+                self.metrics.lossy_request(self.lossy)
             response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
             await response.prepare(request)
             await response.write(encode_event(start) + _encode_tokens(first))
             return response, await self._stream(response, queue, first, work.sampling.n)
         finally:
             running.cancel()
+
+    def _apart(self, work: GenerateWork) -> GenerateWork:
+        """Work on KV from elsewhere: prefixes that may hold lossy KV are reused for such work only, never unmarked."""
+        return replace(work, cache_salt=f"lossy:{self.lossy}\0{work.cache_salt}") if self.lossy else work
 
     async def _stream(
         self, response: web.StreamResponse, queue: TokenQueue, first: list[TokenEvent], choices: int
@@ -166,31 +209,52 @@ class DecodeService:
             )
             return self._fallen_back(command, mismatch, ticket.transfer_id)
         try:
-            slot = self.engine.reserve(work)
+            slot = self.engine.reserve(self._apart(work))
         except CapacityError as error:
             return self._fallen_back(
                 command, PromptKV(fallback=FallbackReason.KV_MEMORY, detail=str(error)), ticket.transfer_id
             )
         try:
-            expected = self.receiver.expect(ticket, slot, timeout_s=command.timeout_s, source=command.source)
-            with self.pending.waiting(ticket.transfer_id, expected):
-                result = await _wait_fenced(expected)
+            result = await self._receive(command, ticket, slot)
         except BaseException:
             slot.release()
             raise
+        last = result.last
         prompt = PromptKV(
             slot=slot,
-            valid_tokens=result.prefix_tokens,
-            held_tokens=slot.manifest.complete_prefix_tokens(slot.held),
+            valid_tokens=last.prefix_tokens,
             received=result,
-            fallback=FallbackReason.NONE if result.complete else result.failure,
-            detail=result.detail,
+            fallback=FallbackReason.NONE if last.complete else last.failure,
+            detail=last.detail,
             wait_s=asyncio.get_running_loop().time() - started_s,
         )
-        stats = result.stats
-        outcome = "ok" if result.complete else "failed"
-        self.metrics.transfer_finished(outcome, str(prompt.fallback), stats.total_s, stats.raw_bytes, stats.wire_bytes)
-        return prompt if result.complete else self._fallen_back(command, prompt, ticket.transfer_id)
+        self._count(result)
+        return prompt if last.complete else self._fallen_back(command, prompt, ticket.transfer_id)
+
+    async def _receive(self, command: DecodeCommand, ticket: Ticket, slot: KVSlot) -> HandoverResult:
+        handover = Handover(
+            self.receiver,
+            ticket,
+            slot,
+            timeout_s=command.timeout_s,
+            hold_s=command.hold_s,
+            source=command.source,
+            follows=self.pending.follow,
+        )
+        try:
+            return await _wait_fenced(handover)
+        finally:
+            self.pending.over(handover)
+
+    def _count(self, result: HandoverResult) -> None:
+        for outcome, one in (
+            *(("continued", earlier) for earlier in result.earlier),
+            ("ok" if result.last.complete else "failed", result.last),
+        ):
+            stats = one.stats
+            reason = str(FallbackReason.NONE if one.complete else one.failure)
+            self.metrics.transfer_finished(outcome, reason, stats.total_s, stats.raw_bytes, stats.wire_bytes)
+        self.metrics.bytes_reused(result.reused_bytes)
 
     def _fallen_back(self, command: DecodeCommand, prompt: PromptKV, transfer_id: str) -> PromptKV:
         self.metrics.fallback(str(prompt.fallback))
@@ -214,13 +278,13 @@ class DecodeService:
         )
 
 
-async def _wait_fenced(expected: ExpectedTransfer) -> ReceiveResult:
-    """Wait for the transfer; when cancelled, fence it first, so that the slot may be released."""
-    waiting = asyncio.ensure_future(expected.wait())
+async def _wait_fenced(handover: Handover) -> HandoverResult:
+    """Wait for the KV; when cancelled, fence the transfer first, so that the slot may be released."""
+    waiting = asyncio.ensure_future(handover.wait())
     try:
         return await asyncio.shield(waiting)
     except asyncio.CancelledError:
-        expected.fail(FallbackReason.WITHDRAWN, "the client went away")
+        handover.fail(FallbackReason.WITHDRAWN, "the client went away")
         await asyncio.wait([waiting])
         raise
 
@@ -236,6 +300,8 @@ def _sampling(message: SamplingMessage) -> SamplingParams:
     fields = msgspec.structs.asdict(message)
     fields["stop"] = tuple(message.stop)
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    fields["bad_words"] = tuple(message.bad_words)
+    fields["allowed_token_ids"] = tuple(message.allowed_token_ids)
     return SamplingParams(**fields)
 
 
@@ -243,28 +309,28 @@ def _start_event(
     command: DecodeCommand, prompt: PromptKV, stats: PrefillStats | None, first_token_s: float
 ) -> StartEvent:
     received = prompt.received
-    remote = received is not None and received.complete
-    if remote:
-        cached_tokens = 0  # what far prefill could skip is in its own report
-    elif prompt.slot is not None:
-        cached_tokens = min(prompt.held_tokens, prompt.valid_tokens)
-    else:
-        cached_tokens = stats.cached_tokens if stats is not None else 0
+    senders = [] if received is None else [*received.earlier, received.last]
+    remote = received is not None and received.last.complete
+    prompt_tokens = len(command.token_ids)
+    cached_tokens, computed_tokens = (0, 0) if stats is None else (stats.cached_tokens, stats.computed_tokens)
     return StartEvent(
         prefilled_at="remote" if remote else "local",
         fallback=str(prompt.fallback),
         fallback_detail=prompt.detail if prompt.fallback is not FallbackReason.NONE else "",
-        prompt_tokens=len(command.token_ids),
-        cached_tokens=cached_tokens,
-        received_tokens=max(0, prompt.valid_tokens - prompt.held_tokens),
-        computed_tokens=stats.computed_tokens if stats is not None else 0,
+        prompt_tokens=prompt_tokens,
+        # What far prefill could skip is in its own report.
+        cached_tokens=0 if remote else cached_tokens,
+        received_tokens=prompt_tokens - 1 - cached_tokens - computed_tokens if prompt.slot is not None else 0,
+        computed_tokens=computed_tokens,
         kv_wait_s=prompt.wait_s,
-        transfer_s=received.stats.total_s if received is not None else 0.0,
-        raw_bytes=received.stats.raw_bytes if received is not None else 0,
-        wire_bytes=received.stats.wire_bytes if received is not None else 0,
+        transfer_s=sum(one.stats.total_s for one in senders),
+        raw_bytes=sum(one.stats.raw_bytes for one in senders),
+        wire_bytes=sum(one.stats.wire_bytes for one in senders),
         queued_s=stats.queued_s if stats is not None else 0.0,
         prefill_s=stats.compute_s if stats is not None else 0.0,
         first_token_s=first_token_s,
+        continuations=max(0, len(senders) - 1),
+        reused_bytes=received.reused_bytes if received is not None else 0,
     )
 
 

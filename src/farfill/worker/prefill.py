@@ -41,7 +41,11 @@ class PrefillService:
         transfer = self.sender.begin(ticket, command.ticket, command.target, manifest, timeout_s=command.timeout_s)
         sink = TransferSink(transfer, asyncio.get_running_loop())
         work = PrefillWork(
-            request_id=command.request_id, prompt=tuple(command.token_ids), cache_salt=command.cache_salt
+            request_id=command.request_id,
+            prompt=tuple(command.token_ids),
+            cache_salt=command.cache_salt,
+            tenant=command.tenant,
+            priority=command.priority,
         )
         sending = asyncio.ensure_future(transfer.wait())
         handle: PrefillHandle | None = None

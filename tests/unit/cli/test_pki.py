@@ -18,12 +18,13 @@ from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.core.errors import ConfigError, TicketError
 from farfill.core.ticket import Ticket
 from farfill.registry.client import Announcer, InstanceWatcher
+from farfill.registry.embedded import EmbeddedStore
 from farfill.registry.identity import registry_context
 from farfill.registry.server import RegistryService
-from farfill.registry.store import RegistryStore
 from farfill.telemetry.metrics import RegistryMetrics
 from farfill.transfer.tickets import TicketSigner, TicketVerifier
 from farfill.transport.tls import parse_identity, server_context
+from support.memory_disk import MemoryDisk
 
 
 @pytest.fixture
@@ -86,16 +87,18 @@ def test_folder_elsewhere_is_pointed_out(cluster_file: Path, tmp_path: Path, cap
     assert "Note: tls.ca is file:pki/ca.pem" in capsys.readouterr().out
 
 
-async def serve(loaded: LoadedConfig, name: str) -> tuple[web.AppRunner, RegistryService, str]:
+async def serve(loaded: LoadedConfig, name: str) -> tuple[web.AppRunner, EmbeddedStore, RegistryService, str]:
     """A registry that shows the certificate of `name`."""
     metrics = RegistryMetrics(site="near", workers=[])
-    service = RegistryService("farfill", RegistryStore(5.0), WallClock(), metrics)
+    store = EmbeddedStore(MemoryDisk(), WallClock())
+    await store.__aenter__()
+    service = RegistryService("farfill", store, 5.0, WallClock(), metrics)
     runner = web.AppRunner(service.app(), handler_cancellation=True, shutdown_timeout=0.1)
     await runner.setup()
     tls = read_tls(loaded, name)
     site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=server_context(tls.cert_pem, tls.key_pem, tls.ca_pem))
     await site.start()
-    return runner, service, f"https://127.0.0.1:{runner.addresses[0][1]}"
+    return runner, store, service, f"https://127.0.0.1:{runner.addresses[0][1]}"
 
 
 def worker(name: str) -> Instance:
@@ -117,7 +120,7 @@ async def until(condition) -> None:
 
 
 async def test_registry_believes_certificates_only(loaded: LoadedConfig):
-    runner, service, url = await serve(loaded, "registry")
+    runner, store, service, url = await serve(loaded, "registry")
     outcomes: list[str] = []
 
     class Observer:
@@ -139,13 +142,14 @@ async def test_registry_believes_certificates_only(loaded: LoadedConfig):
             await until(lambda: [i.name for i in watcher.instances()] == ["decode-near"] and outcomes)
             assert set(outcomes) == {"forbidden"}
             assert not liar.registered
-        assert service.store.instances() == ()
+        assert service.members.instances() == ()
     finally:
         await runner.cleanup()
+        await store.__aexit__(None, None, None)
 
 
 async def test_another_role_cannot_pose_as_the_registry(loaded: LoadedConfig):
-    runner, service, url = await serve(loaded, "prefill-far")
+    runner, store, service, url = await serve(loaded, "prefill-far")
     outcomes: list[str] = []
 
     class Observer:
@@ -162,6 +166,7 @@ async def test_another_role_cannot_pose_as_the_registry(loaded: LoadedConfig):
         async with announcer:
             await until(lambda: bool(outcomes))
         assert set(outcomes) == {"unreachable"}
-        assert service.store.instances() == ()
+        assert service.members.instances() == ()
     finally:
         await runner.cleanup()
+        await store.__aexit__(None, None, None)

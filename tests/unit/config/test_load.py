@@ -41,7 +41,9 @@ def test_unknown_key_names_line_and_suggests(cluster_file: Path):
 
 def test_unknown_key_without_neighbour_lists_known_keys(cluster_file: Path):
     (line,) = changed(cluster_file, "registry:\n", "registry:\n  zzz: 1\n")
-    assert line == "7: registry.zzz: unknown key; known keys here: site, listen, advertise, lease_s"
+    assert (
+        line == "7: registry.zzz: unknown key; known keys here: site, listen, advertise, lease_s, store, data_dir, etcd"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,6 +117,27 @@ def test_bad_value_is_refused_with_a_fix(cluster_file: Path, section: str, expec
             "  site: near\nregistry",
             "  site: near\n  tls_cert: file:a\nregistry",
             "6: gateway.tls_cert: tls_cert without",
+        ),
+        ("registry:\n", "registry:\n  store: etcd\n", "7: registry.store: etcd without its address; add etcd:"),
+        (
+            "registry:\n",
+            "registry:\n  etcd: {endpoints: ['https://h:1']}\n",
+            "7: registry.etcd: is not used by the embedded store; remove it",
+        ),
+        (
+            "registry:\n",
+            "registry:\n  store: etcd\n  etcd: {endpoints: ['https://h:1'], cert: file:x}\n",
+            "registry.etcd.cert: cert without key; add key",
+        ),
+        (
+            "registry:\n",
+            "registry:\n  store: etcd\n  etcd: {endpoints: ['https://h:1'], password: file:x}\n",
+            "registry.etcd.password: password without user; add user",
+        ),
+        (
+            "registry:\n",
+            "registry:\n  store: etcd\n  etcd: {endpoints: ['http://h:1'], user: u, password: file:x}\n",
+            "registry.etcd.endpoints: http://h:1 would send the password in the clear; use https://",
         ),
         ("model:\n", "model:\n  name: other\n", "3: model.name: given twice (first in line 2); keep one of them"),
         ("model:\n", "model: [\n", "not valid YAML"),

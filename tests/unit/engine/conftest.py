@@ -13,7 +13,8 @@ import pytest
 from farfill.config.model import ModelConfig
 from farfill.core.sampling import SamplingParams
 from farfill.engine.fake import EOS_ID, VOCAB_SIZE, FakeEngine, FakeOptions, byte_tokenizer
-from farfill.engine.local import EngineLimits, LocalEngine
+from farfill.engine.limits import EngineLimits
+from farfill.engine.local import LocalEngine
 from farfill.engine.protocol import GenerateWork, KVSlot, PrefillStats, PrefillWork, TokenEvent
 
 CHUNK = 16
@@ -21,7 +22,7 @@ WINDOW = 24
 CONTEXT = 256
 DEADLINE_S = 60.0
 
-KINDS = ("fake", "fake-window", "llama-float32", "llama-bfloat16", "gemma3-float32", "gemma3-bfloat16")
+KINDS = ("fake", "fake-window", "fake-states", "llama-float32", "llama-bfloat16", "gemma3-float32", "gemma3-bfloat16")
 
 
 @dataclass
@@ -175,16 +176,18 @@ class TinyModels:
             _save_tiny_model(architecture, path)
         return path
 
-    def load(self, kind: str) -> Any:
+    def load(self, kind: str, checkpoint_every_chunks: int = 0) -> Any:
         """A `LoadedModel` of `kind` ("<architecture>-<dtype>")."""
-        from farfill.engine.torch.loader import load_model
+        from farfill.engine.torch.loader import LoadOptions, load_model
 
-        if kind not in self._loaded:
+        key = f"{kind}-{checkpoint_every_chunks}"
+        if key not in self._loaded:
             architecture, dtype = kind.split("-")
             path = self.path(architecture)
             model = ModelConfig.model_validate({"name": kind, "path": path, "dtype": dtype})
-            self._loaded[kind] = load_model(path, model, CHUNK)
-        return self._loaded[kind]
+            options = LoadOptions(checkpoint_every_chunks=checkpoint_every_chunks)
+            self._loaded[key] = load_model(path, model, CHUNK, options)
+        return self._loaded[key]
 
 
 def _save_tiny_model(architecture: str, path: Path) -> None:
@@ -244,13 +247,21 @@ def make_engine(kind: str, tiny_models: TinyModels) -> Iterator[Callable[..., Lo
     engines: list[LocalEngine] = []
 
     def make(
-        *, kv_bytes: int = 1 << 24, prefix_bytes: int = 0, max_batch: int = 8, max_queue: int = 64, start: bool = True
+        *,
+        kv_bytes: int = 1 << 24,
+        prefix_bytes: int = 0,
+        max_batch: int = 8,
+        max_queue: int = 64,
+        checkpoint_every_chunks: int = 0,
+        start: bool = True,
+        **limits: Any,
     ) -> LocalEngine:
         engine = _make_engine(
             kind,
             tiny_models,
             kv_bytes,
-            EngineLimits(max_batch=max_batch, max_queue=max_queue, prefix_cache_bytes=prefix_bytes),
+            EngineLimits(max_batch=max_batch, max_queue=max_queue, prefix_cache_bytes=prefix_bytes, **limits),
+            checkpoint_every_chunks,
         )
         engines.append(engine)
         if start:
@@ -265,18 +276,25 @@ def make_engine(kind: str, tiny_models: TinyModels) -> Iterator[Callable[..., Lo
         assert engine.load().running_sequences == engine.load().waiting_sequences == 0
 
 
-def _make_engine(kind: str, models: TinyModels, kv_bytes: int, limits: EngineLimits) -> LocalEngine:
+def _make_engine(
+    kind: str, models: TinyModels, kv_bytes: int, limits: EngineLimits, checkpoint_every_chunks: int
+) -> LocalEngine:
     if kind.startswith("fake"):
         return FakeEngine(
             FakeOptions(
                 prefill_chunk_tokens=CHUNK,
                 window_tokens=WINDOW - 1 if kind == "fake-window" else 0,
+                states=kind == "fake-states",
+                checkpoint_every_chunks=checkpoint_every_chunks,
                 max_context_tokens=CONTEXT,
                 kv_total_bytes=kv_bytes,
                 prefix_cache_bytes=limits.prefix_cache_bytes,
                 max_batch=limits.max_batch,
                 max_queue=limits.max_queue,
+                step_token_budget=limits.step_token_budget,
+                output_reserve_tokens=limits.output_reserve_tokens,
+                prefix_ttl_s=limits.prefix_ttl_s,
             )
         )
-    loaded = models.load(kind)
+    loaded = models.load(kind, checkpoint_every_chunks)
     return LocalEngine(replace(loaded.info, kv_total_bytes=kv_bytes), loaded.executor, loaded.vocabulary, limits)

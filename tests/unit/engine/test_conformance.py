@@ -36,37 +36,79 @@ def test_far_export_equals_near_export_byte_for_byte(make_engine: MakeEngine, ha
     assert harness.prefill(make_engine(), prompt).pieces == harness.prefill(make_engine(), prompt).pieces
 
 
-def test_pieces_come_chunk_by_chunk_in_order(make_engine: MakeEngine, harness: Any) -> None:
+def test_pieces_come_layer_by_layer_in_order(make_engine: MakeEngine, harness: Any) -> None:
     engine = make_engine()
     sink = harness.prefill_sink()
     handle = engine.prefill(PrefillWork(request_id="a", prompt=harness.prompt(50), cache_salt=""), sink)
     sink.wait()
-    assert sink.batches == [[p.index for p in group] for group in handle.manifest.by_prefill_chunk]
-    assert [len(sink.pieces[p.index]) for p in handle.manifest.pieces] == [p.nbytes for p in handle.manifest.pieces]
-    assert sink.steps >= handle.manifest.num_prefill_chunks - 1
+    manifest, tensors = handle.manifest, engine.info.layout.tensors
+    assert [index for batch in sink.batches for index in batch] == list(range(len(manifest.pieces)))
+    growing = [batch for batch in sink.batches if tensors[manifest.pieces[batch[0]].tensor].kind.grows]
+    assert len(growing) == 4 * len({t.layer for t in tensors if t.kind.grows})
+    for batch in growing:
+        pieces = [manifest.pieces[index] for index in batch]
+        assert len({(p.prefill_chunk, tensors[p.tensor].layer) for p in pieces}) == 1
+    assert [len(sink.pieces[p.index]) for p in manifest.pieces] == [p.nbytes for p in manifest.pieces]
+    assert sink.steps >= manifest.num_prefill_chunks - 1
     assert engine.load().kv_used_bytes > 0
     handle.release()
     handle.release()
     assert engine.load().kv_used_bytes == 0
 
 
-def test_partial_import_resumes_at_every_chunk_boundary(make_engine: MakeEngine, harness: Any) -> None:
-    far, near = make_engine(), make_engine()
+@pytest.mark.parametrize("every", [0, 1, 2])
+def test_partial_import_resumes_where_the_pieces_allow(make_engine: MakeEngine, harness: Any, every: int) -> None:
+    far, near = make_engine(checkpoint_every_chunks=every), make_engine(checkpoint_every_chunks=every)
     work = harness.work(harness.prompt(90))
     local = harness.generate(near, work)
     exported = harness.prefill(far, work.prompt)
+    layout = near.info.layout
     for chunks in range(6):
         slot = near.reserve(work)
         harness.fill(slot, exported.pieces, chunks)
-        valid = chunks * harness.chunk
-        if valid and not near.info.layout.resumable:
-            with pytest.raises(InvalidRequestError, match="cannot be continued"):
-                near.generate(work, harness.token_sink(), slot=slot, valid_tokens=valid)
-            slot.release()
-            continue
+        there = range(sum(len(group) for group in slot.manifest.by_prefill_chunk[:chunks]))
+        valid = slot.manifest.complete_prefix_tokens(there)
+        step = 1 if layout.resumable else every
+        assert valid == (chunks // step * step * harness.chunk if step else 0)
         resumed = harness.generate(near, work, slot, valid_tokens=valid)
         assert resumed.tokens() == local.tokens(), f"after {chunks} chunks"
         assert resumed.stats.computed_tokens == 89 - valid
+
+
+def test_prefix_without_its_windows_or_states_is_refused(make_engine: MakeEngine, harness: Any) -> None:
+    near = make_engine(checkpoint_every_chunks=2)
+    work = harness.work(harness.prompt(90))
+    for valid, usable in ((8, False), (16, near.info.layout.resumable), (32, True), (88, False)):
+        slot = near.reserve(work)
+        if not usable:
+            with pytest.raises(InvalidRequestError, match="cannot be continued"):
+                near.generate(work, harness.token_sink(), slot=slot, valid_tokens=valid)
+        slot.release()
+
+
+def test_checkpoints_take_memory_until_the_generation_begins(make_engine: MakeEngine, harness: Any) -> None:
+    near = make_engine(checkpoint_every_chunks=1)
+    plain = make_engine()
+    work = harness.work(harness.prompt(90), max_tokens=60)
+    slot, plain_slot = near.reserve(work), plain.reserve(work)
+    extra = sum(piece.nbytes for piece in slot.manifest.checkpoint_pieces)
+    assert bool(extra) is not near.info.layout.resumable
+    held = plain.load().kv_used_bytes
+    assert near.load().kv_used_bytes == held + extra
+    harness.fill(slot, harness.prefill(near, work.prompt).pieces)
+    sink = harness.start(near, work, slot, valid_tokens=64)
+    assert sink.first.wait(60)
+    assert near.load().kv_used_bytes in (held, 0)
+    sink.wait()
+    plain_slot.release()
+
+
+def test_export_of_a_prefix_hit_has_its_checkpoints(make_engine: MakeEngine, harness: Any) -> None:
+    engine = make_engine(prefix_bytes=1 << 20, checkpoint_every_chunks=1)
+    cold, warm = harness.prefill(engine, harness.prompt(60)), harness.prefill(engine, harness.prompt(60))
+    assert warm.pieces == cold.pieces
+    assert len(cold.pieces) == len(warm.pieces)
+    assert (warm.stats.cached_tokens, warm.stats.computed_tokens) == (48, 11)
 
 
 def test_a_wrong_byte_changes_the_tokens(make_engine: MakeEngine, harness: Any, kind: str) -> None:
@@ -126,15 +168,28 @@ def test_reserve_reports_hit_pieces_as_held(make_engine: MakeEngine, harness: An
     expected = harness.generate(near, work)
     pieces = harness.prefill(far, work.prompt).pieces
     slot = near.reserve(work)
+    # Rows need not come even where nothing could be continued from them alone.
+    tensors = near.info.layout.tensors
+    rows = {p.index for p in slot.manifest.pieces if p.end_token <= 48 and tensors[p.tensor].kind.grows}
+    assert rows <= slot.held
     usable = near.info.layout.resumable or length == 49
-    cached = 48 if usable else 0
-    assert slot.manifest.complete_prefix_tokens(slot.held) == cached
+    assert slot.manifest.complete_prefix_tokens(slot.held) == (48 if usable else 0)
     for piece in slot.manifest.pieces:
         if piece.index not in slot.held:
             slot.buffer(piece.index)[:] = pieces[piece.index]
     remote = harness.generate(near, work, slot, valid_tokens=length - 1)
     assert remote.tokens() == expected.tokens()
-    assert (remote.stats.cached_tokens, remote.stats.computed_tokens) == (cached, 0)
+    assert (remote.stats.cached_tokens, remote.stats.computed_tokens) == (48, 0)
+
+
+def test_broken_transfer_starts_from_the_local_hit(make_engine: MakeEngine, harness: Any) -> None:
+    near = make_engine(prefix_bytes=1 << 20)
+    work = harness.work(harness.prompt(90))
+    expected = harness.generate(near, work)
+    slot = near.reserve(work)
+    again = harness.generate(near, work, slot, valid_tokens=0)
+    assert again.tokens() == expected.tokens()
+    assert (again.stats.cached_tokens, again.stats.computed_tokens) == (80, 9)
 
 
 def test_imported_kv_is_a_prefix_hit_later(make_engine: MakeEngine, harness: Any) -> None:

@@ -14,6 +14,7 @@ from farfill.engine.memory import KVMemory, allocate_bytes
 @dataclass
 class Holder:
     live: bool = True
+    filled_bytes: int = 0
 
 
 def test_bound_is_never_passed_and_bytes_come_back_once() -> None:

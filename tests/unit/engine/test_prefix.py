@@ -6,11 +6,12 @@ import pytest
 
 from farfill.core.layout import KVLayout
 from farfill.engine.fake import FakeExecutor, FakeKV, fake_layout
-from farfill.engine.prefix import PrefixCache
+from farfill.engine.prefix import PrefixCache, PrefixHit
 
 CHUNK = 4
 FULL = fake_layout(CHUNK)
 WINDOWED = fake_layout(CHUNK, window_tokens=3)
+STATEFUL = fake_layout(CHUNK, window_tokens=3, states=True)
 CHUNK_BYTES = 4 * CHUNK * 16
 
 
@@ -27,11 +28,18 @@ def insert_all(cache: PrefixCache, prompt: list[int]) -> None:
         cache.insert(keys, chunk, filled(cache.layout, prompt, (chunk + 1) * CHUNK))
 
 
+def restore(hit: PrefixHit, kv: FakeKV, first_chunk: int = 0) -> None:
+    for chunk in range(first_chunk, hit.tokens // CHUNK):
+        hit.copy_rows(kv, chunk)
+    hit.copy_states(kv)
+    kv.attach(hit.tokens)
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [(seed * 31 + i * 7) % 256 for i in range(length)]
 
 
-@pytest.mark.parametrize("layout", [FULL, WINDOWED])
+@pytest.mark.parametrize("layout", [FULL, WINDOWED, STATEFUL])
 def test_hit_restores_the_same_bytes(layout: KVLayout) -> None:
     cache, prompt = PrefixCache(layout, 1 << 20, "model"), prompt_of(15)
     insert_all(cache, prompt)
@@ -39,12 +47,12 @@ def test_hit_restores_the_same_bytes(layout: KVLayout) -> None:
     assert hit is not None
     assert hit.tokens == 12
     restored = FakeExecutor(layout).allocate(20)
-    hit.copy_into(restored)
+    restore(hit, restored)
     original = filled(layout, prompt, 12)
     assert restored.tokens == 12
     for i, tensor in enumerate(layout.tensors):
-        start = 0 if tensor.kind.grows else 12 - tensor.window_tokens
-        assert bytes(restored.read(i, start, 12)) == bytes(original.read(i, start, 12))
+        span = (0, 12) if tensor.kind.grows else layout.kept_span(i, 12)
+        assert bytes(restored.read(i, *span)) == bytes(original.read(i, *span))
     assert cache.pinned() == 3
     hit.release()
     hit.release()
@@ -124,7 +132,7 @@ def test_copy_may_leave_out_chunks_that_are_there() -> None:
     before = bytes(kv.place(0, 0, 4))
     hit = cache.find(cache.keys(prompt, ""))
     assert hit is not None
-    hit.copy_into(kv, 4)
+    restore(hit, kv, 1)
     hit.release()
     assert bytes(kv.place(0, 0, 4)) == before
     assert bytes(kv.read(0, 0, 12)) == bytes(filled(FULL, prompt).read(0, 0, 12))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -44,7 +44,7 @@ def test_filters_always_leave_the_best_token_a_chance(
 ) -> None:
     token = sampler(temperature=0.7, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed).sample(logits).token_id
     weights = np.exp((logits - logits.max()).astype(np.float64) / 0.7)
-    assert weights[token] >= min_p
+    assert weights[token] >= min_p * (1 - 1e-5)
     assert (weights > weights[token]).sum() < top_k
 
 
@@ -131,3 +131,74 @@ def test_logits_without_a_choice_are_an_error(temperature: float, bad: float) ->
     with pytest.raises(EngineError) as failed:
         sampler(temperature=temperature).sample(np.full(4, bad, np.float32))
     assert failed.value.reason == "bad_logits"
+
+
+def reference_draw(
+    logits: np.ndarray, uniform: float, temperature: float, filters: dict[str, Any]
+) -> tuple[int, float]:
+    """The plain definition in double precision: the token, and how near `uniform` is to another one."""
+    weights = np.exp((logits.astype(np.float64) - logits.max()) / temperature)
+    order = np.arange(len(logits))
+    order = order[weights >= filters.get("min_p", 0.0)]
+    if filters.get("top_k", len(order)) < len(order) or "top_p" in filters:
+        order = order[np.argsort(-weights[order], kind="stable")][: filters.get("top_k") or None]
+    reached = np.cumsum(weights[order]) / weights[order].sum()
+    if "top_p" in filters:
+        order = order[: int((reached < filters["top_p"]).sum()) + 1]
+        reached = np.cumsum(weights[order]) / weights[order].sum()
+    at = min(int((reached <= uniform).sum()), len(order) - 1)
+    return int(order[at]), float(np.abs(reached - uniform).min())
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(0, 2**32),
+    st.sampled_from([0.2, 0.7, 1.0, 2.0]),
+    st.fixed_dictionaries(
+        {}, optional={"top_k": st.integers(1, 80), "top_p": st.floats(0.05, 0.99), "min_p": st.floats(0.001, 0.5)}
+    ),
+)
+def test_draws_are_those_of_the_plain_definition(
+    size: int, seed: int, temperature: float, filters: dict[str, Any]
+) -> None:
+    logits = np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
+    uniform = np.random.Generator(np.random.PCG64(seed)).random()
+    expected, distance = reference_draw(logits, uniform, temperature, filters)
+    assume(distance > 1e-4)
+    assert sampler(seed=seed, temperature=temperature, **filters).sample(logits).token_id == expected
+
+
+def test_top_k_of_equal_logits_keeps_the_first_ids() -> None:
+    one = sampler(seed=1, top_k=3)
+    assert {one.sample(np.zeros(2000, np.float32)).token_id for _ in range(100)} == {0, 1, 2}
+
+
+def test_masked_tokens_never_come_out_of_a_large_vocabulary() -> None:
+    logits = np.full(1500, -np.inf, np.float32)
+    logits[[3, 700, 1499]] = 0.0
+    one = sampler(seed=1)
+    assert {one.sample(logits).token_id for _ in range(200)} == {3, 700, 1499}
+
+
+def test_bad_words_ban_the_token_that_would_complete_them() -> None:
+    one = sampler(temperature=0, bad_words=((0,), (1, 2)))
+    assert [one.sample(LOGITS).token_id for _ in range(3)] == [1, 1, 1]
+    logits = np.array([0.0, 1.0, 2.0, 0.5], np.float32)
+    two = sampler(temperature=0, bad_words=((2, 1), (2, 2)))
+    assert [two.sample(logits).token_id for _ in range(4)] == [2, 3, 2, 3]
+
+
+def test_allowed_ids_are_the_only_tokens() -> None:
+    assert support(allowed_token_ids=(1, 3, 99)) == {1, 3}
+    with pytest.raises(EngineError):
+        sampler(allowed_token_ids=(0,), bad_words=((0,),)).sample(LOGITS)
+
+
+def test_smallest_temperatures_are_greedy_without_warnings() -> None:
+    logits = np.array([1e30, -1e30, 0.0], np.float32)
+    assert sampler(temperature=1e-300, top_p=0.5, min_p=0.1).sample(logits).token_id == 0
+
+
+def test_logprob_of_the_impossible_is_a_number() -> None:
+    sampled = sampler(temperature=0, logprobs=2).sample(np.array([0.0, -np.inf], np.float32))
+    assert sampled.top == ((0, 0.0), (1, -9999.0))

@@ -35,6 +35,7 @@ def states(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
 def append(kv: TorchKV, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
     for layer in (0, 1):
         kv.update(states(tokens, seed, dtype), states(tokens, seed + 1, dtype), layer)
+    kv.advance(tokens)
 
 
 @settings(deadline=None)

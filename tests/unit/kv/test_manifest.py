@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from farfill.core.errors import InvalidRequestError
+from farfill.core.errors import InvalidRequestError, ModelUnsupportedError
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
 from farfill.kv.manifest import build_manifest
 
@@ -94,3 +94,25 @@ def test_digest_depends_on_every_part_of_the_layout() -> None:
 def test_no_tokens_make_no_manifest() -> None:
     with pytest.raises(InvalidRequestError):
         build_manifest(FULL, 0)
+
+
+@given(st.integers(1, 1000))
+def test_rows_of_several_tokens_move_whole(num_tokens: int) -> None:
+    layout = KVLayout(
+        (
+            TensorLayout(0, "kv", TensorKind.FULL, "uint8", (96,), row_tokens=16),
+            TensorLayout(1, "kv", TensorKind.WINDOW, "uint8", (96,), window_tokens=40, row_tokens=16),
+        ),
+        64,
+    )
+    manifest = build_manifest(layout, num_tokens)
+    rows = -(-num_tokens // 16)
+    assert sum(p.nbytes for p in manifest.pieces if p.tensor == 0) == rows * 96
+    window = next(p for p in manifest.pieces if p.tensor == 1)
+    assert window.nbytes == (rows - max(0, num_tokens - 40) // 16) * 96
+
+
+def test_prefill_chunk_that_cuts_rows_is_refused() -> None:
+    layout = KVLayout((TensorLayout(0, "kv", TensorKind.FULL, "uint8", (96,), row_tokens=48),), 64)
+    with pytest.raises(ModelUnsupportedError, match="whole number of rows of 48"):
+        build_manifest(layout, 10)

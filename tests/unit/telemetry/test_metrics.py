@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
-from farfill.engine.protocol import EngineLoad
+from farfill.engine.protocol import EngineLoad, EngineTotals
 from farfill.gateway.observe import GatewayObserver, RequestSummary
 from farfill.policy.breaker import BreakerState
 from farfill.telemetry.loop_lag import watch_loop_lag
@@ -161,6 +162,22 @@ def test_worker_load_and_transfers():
     assert value(read, "farfill_prefill_tokens_total", **labels, source="cached") == 28
     assert value(read, "farfill_transfer_wire_bytes_total", **labels) == 1000
     assert value(read, "farfill_transfers_total", **labels, outcome="ok", reason="none") == 1
+
+
+def test_engine_totals_are_counted_by_their_growth():
+    metrics = worker()
+    idle = EngineLoad(queued_tokens=0, running_sequences=0, waiting_sequences=0, kv_used_bytes=0, prefix_cache_bytes=0)
+    metrics.set_load(idle)
+    for hits in (3, 3, 5):
+        totals = EngineTotals(prefix_hits=hits, set_back_growth=1)
+        metrics.set_load(replace(idle, kv_used_bytes=100, kv_filled_bytes=75, kv_most_bytes=120, totals=totals))
+    labels = {"site": "near", "role": "decode", "model": "tiny"}
+    read = metrics.registry
+    assert value(read, "farfill_prefix_lookups_total", **labels, outcome="hit") == 5
+    assert value(read, "farfill_set_back_total", **labels, reason="growth") == 1
+    assert value(read, "farfill_set_back_total", **labels, reason="priority") == 0
+    assert value(read, "farfill_kv_high_water_bytes", **labels) == 120
+    assert value(read, "farfill_kv_fragmentation_ratio", **labels) == 0.25
 
 
 def test_registry_shows_missing_workers_as_zero():

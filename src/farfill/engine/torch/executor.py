@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ class TorchExecutor:
         self._model = model
         self._spec = spec
         self.on_progress: Callable[[], None] = lambda: None
+        self._layer_done: Callable[[int], None] | None = None
         # A chunk may take longer than peers put up with silence; a layer does not.
-        for layer in getattr(model.base_model, "layers", ()):
-            layer.register_forward_hook(lambda *_: self.on_progress())
+        for index, layer in enumerate(getattr(model.base_model, "layers", ())):
+            layer.register_forward_hook(partial(self._after_layer, index))
 
     @property
     def layout(self) -> KVLayout:
@@ -41,13 +43,23 @@ class TorchExecutor:
         return TorchKV(self._spec, capacity_tokens)
 
     @torch.inference_mode()
-    def prefill(self, kv: SequenceKV, token_ids: Sequence[int]) -> None:
+    def prefill(
+        self, kv: SequenceKV, token_ids: Sequence[int], layer_done: Callable[[int], None] | None = None
+    ) -> None:
         """Add the KV of one prefill chunk. Runs the model without its head."""
         assert isinstance(kv, TorchKV)
+        self._layer_done = layer_done
+        try:
+            self._prefill(kv, token_ids)
+        finally:
+            self._layer_done = None
+
+    def _prefill(self, kv: TorchKV, token_ids: Sequence[int]) -> None:
         start = kv.tokens
         ids = torch.tensor([list(token_ids)], device=self._spec.device)
         positions = torch.arange(start, start + len(token_ids), device=self._spec.device).unsqueeze(0)
         self._model.base_model(input_ids=ids, position_ids=positions, cache=kv, use_cache=True)
+        kv.advance(len(token_ids))
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
@@ -58,7 +70,14 @@ class TorchExecutor:
         ids = torch.tensor([[token] for _, token in rows], device=device)
         positions = torch.tensor([[kv.tokens] for kv in sequences], device=device)
         out = self._model(input_ids=ids, position_ids=positions, cache=BatchCache(sequences), use_cache=True)
+        for kv in sequences:
+            kv.advance(1)
         return out.logits[:, -1].float().cpu().numpy()
+
+    def _after_layer(self, index: int, *_: object) -> None:
+        self.on_progress()
+        if self._layer_done is not None:
+            self._layer_done(index)
 
     def idle(self) -> None:
         """Give freed heap pages back to the operating system."""

@@ -200,6 +200,7 @@ class TorchKV(Cache):
     def __init__(self, spec: KVSpec, capacity_tokens: int) -> None:
         self._spec = spec
         self._capacity_tokens = capacity_tokens
+        self._tokens = 0
         self._spans = spec.spans(capacity_tokens)
         self._host: npt.NDArray[np.uint8] | None = None
         nbytes = spec.kv_bytes(capacity_tokens)
@@ -213,7 +214,11 @@ class TorchKV(Cache):
     @property
     def tokens(self) -> int:
         """How many leading tokens' KV is present."""
-        return self.layer(0).length
+        return self._tokens
+
+    def advance(self, tokens: int) -> None:
+        """A step is over that added `tokens` tokens to every layer."""
+        self._tokens += tokens
 
     def layer(self, index: int) -> Layer:
         """Layer `index`, by its own type."""
@@ -243,11 +248,13 @@ class TorchKV(Cache):
                 self._bytes[first:last].copy_(torch.from_numpy(self._host_buffer()[first:last]))
         for index in range(len(self.layers)):
             self.layer(index).attach(tokens)
+        self._tokens = tokens
 
     def fork(self) -> TorchKV:
         """An independent copy with the same room."""
         copy = TorchKV(self._spec, self._capacity_tokens)
         copy._bytes.copy_(self._bytes)
+        copy._tokens = self._tokens
         for index in range(len(self.layers)):
             mine, other = self.layer(index), copy.layer(index)
             other.length = mine.length
@@ -259,6 +266,7 @@ class TorchKV(Cache):
         """Forget what one failed step may have added after the first `tokens` tokens."""
         for index in range(len(self.layers)):
             self.layer(index).truncate(tokens)
+        self._tokens = tokens
 
     def _host_buffer(self) -> npt.NDArray[np.uint8]:
         if self._host is None:

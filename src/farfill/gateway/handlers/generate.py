@@ -23,8 +23,9 @@ from farfill.gateway.openai.render import Renderer, Rendering
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, parse, parse_prompts
 from farfill.gateway.openai.sampling import COMPLETION_MAX_TOKENS, chat_sampling, check_token_ids, completion_sampling
 from farfill.gateway.pipeline.authenticate import Caller, authenticate
-from farfill.gateway.pipeline.generation import Generation, Job
+from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.hash import hash_prompt
+from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
 from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
 from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_chat, tokenize_text
@@ -274,6 +275,8 @@ def placement_headers(generation: Generation) -> Mapping[str, str]:
         headers["x-farfill-fallback"] = str(generation.fallback)
     if placement.prefill is not None:
         headers["x-farfill-prefill-instance"] = placement.prefill.name
+    if generation.leg is not None and generation.leg.continuations:
+        headers["x-farfill-continued"] = ", ".join(step.reason for step in generation.leg.continuations)
     return headers
 
 

@@ -85,10 +85,12 @@ class InfoHandler:
         return _json({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
+        away_s = self._service.deps.registry_away_s()
+        registry = f"away for {away_s:.0f} s; serving with the workers known last" if away_s > 0 else "ok"
         if self._service.placer.decode_ready(self._service.reach.lost):
-            return _json({"status": "ready"})
+            return _json({"status": "ready", "registry": registry})
         missing = f"no decode instance of {self._config.model.name} is ready and reachable"
-        return _json({"status": "not ready", "missing": missing}, 503)
+        return _json({"status": "not ready", "missing": missing, "registry": registry}, 503)
 
     async def _version(self, _: web.Request) -> web.Response:
         return _json({"version": farfill.__version__})

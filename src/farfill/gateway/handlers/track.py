@@ -107,6 +107,11 @@ class RequestTracker:
         record.fallback = str(generation.fallback)
         record.fallback_detail = generation.fallback_detail
         record.transfer_id = generation.transfer_id
+        prefill = generation.placement.prefill
+        if prefill is not None:
+            record.prefill_instance, record.prefill_site = prefill.name, prefill.site
+        if generation.leg is not None:
+            record.continuations = generation.leg.continuations
         record.cached_tokens = min(generation.start.cached_tokens, record.prompt_tokens)
         record.completion_tokens = timing.tokens
         record.ttft_s = None if timing.first_s is None else timing.first_s - self.accepted_s
@@ -146,6 +151,7 @@ class RequestTracker:
             placement=placement,
             reason=PlacementReason(first.reason) if first is not None and first.reason else None,
             fallback=FallbackReason(first.fallback) if first is not None else FallbackReason.NONE,
+            continued=tuple(step.reason for step in first.continuations) if first is not None else (),
             stream=self.stream,
             prompt_tokens=sum(r.prompt_tokens for r in self._records),
             cached_tokens=sum(r.cached_tokens for r in self._records),
@@ -172,6 +178,7 @@ class RequestTracker:
             placed=first.placed if first is not None else "",
             reason="" if summary.reason is None else str(summary.reason),
             fallback=str(summary.fallback),
+            continued=list(summary.continued),
             decode=first.decode_instance if first is not None else "",
             prefill=first.prefill_instance if first is not None else "",
             transfer_id=first.transfer_id if first is not None else "",

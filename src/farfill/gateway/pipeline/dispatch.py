@@ -6,7 +6,6 @@ to prefill by itself. Every such turn has a reason label.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -16,28 +15,26 @@ from farfill.clock import Clock
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import FallbackReason, Instance, Placement
 from farfill.core.errors import FarfillError, ProtocolError, UnavailableError
-from farfill.core.ticket import Ticket
-from farfill.gateway.health import DecodeReach, PrefillHealth
+from farfill.gateway.health import DecodeReach
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver
-from farfill.gateway.pipeline.generation import Generation, Job, failed
+from farfill.gateway.pipeline.attempt import LegContext, make_attempt
+from farfill.gateway.pipeline.generation import Generation, failed
+from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import PlacementQuery, Placer
-from farfill.gateway.pipeline.prefill_leg import LegContext, PrefillLeg
+from farfill.gateway.pipeline.prefill_leg import PrefillLeg
 from farfill.gateway.workers import DecodeStream, WorkerAnswerError, WorkerClient, WorkerConnectionError
 from farfill.wire.control import (
     DecodeCommand,
     EndEvent,
     FailedEvent,
     GenerationEvent,
-    PrefillCommand,
     SamplingMessage,
     StartEvent,
     TokensEvent,
 )
 
 log = structlog.get_logger("farfill.gateway")
-
-SignTicket = Callable[[Ticket], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +54,9 @@ class Dispatcher:
     config: ClusterConfig
     client: WorkerClient
     placer: Placer
-    health: PrefillHealth
     reach: DecodeReach
     work: OutstandingWork
-    sign_ticket: SignTicket
+    legs: LegContext
     clock: Clock
     observer: GatewayObserver
 
@@ -124,11 +120,10 @@ class Dispatcher:
 
     async def _attempt(self, job: Job, plan: Plan) -> Generation:
         placement, prefill = plan.placement, plan.placement.prefill
-        transfer_id, token, leg = "", "", None
+        token, leg = "", None
         if prefill is not None:
-            transfer_id = uuid.uuid4().hex
-            token = self._ticket(job, placement, prefill, transfer_id)
-            leg = self._start_leg(job, placement, prefill, transfer_id, token)
+            attempt = make_attempt(self.legs, job, placement.decode, prefill, placement.uncached_tokens)
+            token, leg = attempt.token, PrefillLeg(self.legs, job, attempt)
         claim = self.work.begin(placement.decode, 0 if placement.remote else placement.uncached_tokens)
         stream: DecodeStream | None = None
         try:
@@ -150,9 +145,9 @@ class Dispatcher:
         self._settle(job, plan, start, fallback, leg)
         return Generation(
             job=job,
-            placement=placement,
+            placement=placement if leg is None else replace(placement, prefill=leg.prefill),
             expected_hit_tokens=plan.expected_hit_tokens,
-            transfer_id=transfer_id,
+            transfer_id="" if leg is None else leg.transfer_id,
             fallback=fallback,
             fallback_detail=detail,
             start=start,
@@ -171,74 +166,31 @@ class Dispatcher:
         local = start.prefilled_at != "remote"
         if leg is not None and local:
             leg.give_up(fallback)
+        elif leg is not None:
+            leg.served()
         comparable = local and fallback is FallbackReason.NONE
         self.placer.started(plan.placement, job.keys, start.cached_tokens if comparable else None)
-
-    def _start_leg(self, job: Job, placement: Placement, prefill: Instance, transfer_id: str, token: str) -> PrefillLeg:
-        waiting = max(prefill.queued_tokens, self.work.tokens(prefill))
-        command = PrefillCommand(
-            request_id=job.request_id,
-            ticket=token,
-            target="" if self._decode_dials else placement.decode.transfer_address,
-            token_ids=job.prompt,
-            cache_salt=job.salt,
-            timeout_s=self._silence_s,
-            traceparent=job.traceparent,
-        )
-        return PrefillLeg(
-            LegContext(
-                client=self.client,
-                health=self.health,
-                observer=self.observer,
-                clock=self.clock,
-                notify_timeout_s=self._silence_s,
-            ),
-            prefill,
-            placement.decode,
-            transfer_id,
-            command,
-            trial=self.health.begin(prefill, waiting + placement.uncached_tokens),
-            claim=self.work.begin(prefill, placement.uncached_tokens),
-        )
 
     def _decode_command(self, job: Job, token: str, prefill: Instance | None) -> DecodeCommand:
         fields = {name: getattr(job.sampling, name) for name in SamplingMessage.__struct_fields__}
         fields["stop"] = list(job.sampling.stop)
         fields["stop_token_ids"] = list(job.sampling.stop_token_ids)
+        fields["bad_words"] = list(job.sampling.bad_words)
+        fields["allowed_token_ids"] = list(job.sampling.allowed_token_ids)
         return DecodeCommand(
             request_id=job.request_id,
             token_ids=job.prompt,
             cache_salt=job.salt,
+            tenant=job.tenant,
+            priority=job.priority,
             sampling=SamplingMessage(**fields),
             ticket=token,
-            source=prefill.transfer_address if prefill is not None and self._decode_dials else "",
-            timeout_s=self._silence_s,
+            source="" if prefill is None else self.legs.source(prefill),
+            timeout_s=self.legs.silence_s,
+            hold_s=self.legs.silence_s if token and self.config.kv_transfer.continuations else 0.0,
             allow_fallback=self.config.routing.fallback_to_local_prefill,
             traceparent=job.traceparent,
         )
-
-    def _ticket(self, job: Job, placement: Placement, prefill: Instance, transfer_id: str) -> str:
-        now_s = self.clock.unix_s()
-        return self.sign_ticket(
-            Ticket(
-                transfer_id=transfer_id,
-                fingerprint=placement.decode.fingerprint,
-                tenant=job.tenant,
-                prefill=prefill.name,
-                decode=placement.decode.name,
-                num_tokens=len(job.prompt) - 1,
-                issued_unix_s=now_s,
-                expires_unix_s=now_s + self.config.tickets.lifetime_s,
-            )
-        )
-
-    @property
-    def _decode_dials(self) -> bool:
-        return self.config.kv_transfer.dial == "receiver"
-
-    @property
-    def _silence_s(self) -> float:
-        return self.config.kv_transfer.timeout_ms / 1000
 
 
 async def _first_tokens(stream: DecodeStream, decode: Instance) -> tuple[StartEvent, list[GenerationEvent]]:

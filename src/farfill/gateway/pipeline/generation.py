@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason, Placement
 from farfill.core.errors import FarfillError, ProtocolError
-from farfill.core.sampling import SamplingParams
 from farfill.gateway.loads import Claim
 from farfill.gateway.observe import GatewayObserver
+from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.prefill_leg import PrefillLeg
 from farfill.gateway.workers import DecodeStream, WorkerConnectionError
-from farfill.policy.offload import Forced
 from farfill.wire.control import EndEvent, FailedEvent, GenerationEvent, StartEvent, TokensEvent
 
 DRAIN_S = 1.0
 CACHED_WAIT_S = 0.25
 """Longest wait at the end of a remote generation for the far side's count of cached tokens."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One prompt to generate from. `keys` are its prefix keys; times in the gateway's monotonic clock."""
-
-    request_id: str
-    prompt: list[int]
-    keys: Sequence[bytes]
-    salt: str
-    tenant: str
-    sampling: SamplingParams
-    forced: Forced | None
-    traceparent: str
-    accepted_s: float
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -97,6 +97,21 @@ class Placer:
             )
         return self._prefill_for(query, chosen, instances), chosen.hit_tokens
 
+    def another_prefill(
+        self, decode: Instance, failed: Collection[tuple[str, str]], avoid_site: str | None
+    ) -> Instance | None:
+        """A prefill instance that may take over, if there is one.
+
+        `failed` are (name, generation) of instances that were tried: a restarted one may try again. One of another site
+        than `avoid_site` goes first.
+        """
+        ready = ready_prefill(self._membership.instances(), self._model, decode)
+        others = [i for i in ready if (i.name, i.generation) not in failed]
+        usable, _ = usable_prefill(others, decode, self._health.allows)
+        elsewhere = [i for i in usable if i.site != avoid_site]
+        picked = pick_prefill(self._prefill_candidates(elsewhere or usable))
+        return None if picked is None else picked.instance
+
     def started(self, placement: Placement, keys: Sequence[bytes], reported_hit_tokens: int | None) -> None:
         """Decode holds the prompt now; None: its report says nothing about the hit counted on."""
         blocks = None if reported_hit_tokens is None else reported_hit_tokens // self._chunk_tokens
@@ -122,14 +137,7 @@ class Placer:
             )
         prefill = None
         if reason in REMOTE_REASONS:
-            prefill = pick_prefill(
-                PrefillCandidate(
-                    instance=i,
-                    outstanding_tokens=self._work.tokens(i),
-                    outstanding_requests=self._work.requests(i),
-                )
-                for i in usable
-            )
+            prefill = pick_prefill(self._prefill_candidates(usable))
         return Placement(
             decode=decode,
             prefill=prefill.instance if prefill is not None else None,
@@ -137,6 +145,14 @@ class Placer:
             uncached_tokens=uncached_tokens(query.prompt_tokens, chosen.hit_tokens),
             threshold_tokens=self._threshold_tokens,
         )
+
+    def _prefill_candidates(self, instances: Iterable[Instance]) -> list[PrefillCandidate]:
+        return [
+            PrefillCandidate(
+                instance=i, outstanding_tokens=self._work.tokens(i), outstanding_requests=self._work.requests(i)
+            )
+            for i in instances
+        ]
 
     def _hit_tokens(self, instance: Instance, query: PlacementQuery) -> int:
         blocks = self._index.hit_blocks(instance.name, instance.generation, query.keys)

@@ -1,72 +1,65 @@
-"""The far prefill of one request, from the gateway's side: it runs beside decode and is never waited for."""
+"""The far prefill of one request, from the gateway's side: it runs beside decode and is never waited for.
+
+When a prefill instance fails, another one continues the transfer: decode keeps what has arrived, the failed sender is
+fenced there, and the next one, under a ticket of its own, brings only what is missing. When nobody is left, or it
+failed too often, decode is told to prefill by itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+import random
 
 import structlog
 
-from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason, Instance
 from farfill.core.errors import FarfillError
-from farfill.gateway.health import PrefillHealth, Trial
-from farfill.gateway.loads import Claim
-from farfill.gateway.observe import GatewayObserver
-from farfill.gateway.records import LegError
-from farfill.gateway.workers import WorkerAnswerError, WorkerClient, WorkerConnectionError
+from farfill.gateway.pipeline.attempt import Attempt, Failure, LegContext, make_attempt, run_attempt
+from farfill.gateway.pipeline.job import Job
+from farfill.gateway.records import ContinuationRecord, LegError
 from farfill.policy.breaker import Outcome
-from farfill.wire.control import PrefillCommand, PrefillReport
+from farfill.wire.control import ContinueCommand, PrefillReport
 
 log = structlog.get_logger("farfill.gateway")
 
+BACKOFF_FIRST_S = 0.05
+BACKOFF_MAX_S = 1.0
 # Faults of decode or of nobody: they say nothing about the far side.
-_NEUTRAL = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY})
-_BY_REASON = {
-    **{str(reason): reason for reason in FallbackReason if reason is not FallbackReason.NONE},
-    "incompatible_peer": FallbackReason.FINGERPRINT_MISMATCH,
-    "protocol_version": FallbackReason.PROTOCOL,
-    "protocol_violation": FallbackReason.PROTOCOL,
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegContext:
-    """What every leg needs."""
-
-    client: WorkerClient
-    health: PrefillHealth
-    observer: GatewayObserver
-    clock: Clock
-    notify_timeout_s: float
+_NEUTRAL = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.WITHDRAWN})
+# The way there is at fault, more than who went it: another site has another one.
+_OF_THE_WAY = frozenset({FallbackReason.PREFILL_UNREACHABLE, FallbackReason.LINK_LOST, FallbackReason.TRANSFER_TIMEOUT})
 
 
 class PrefillLeg:
     """Starts at once. Ends by itself, by `give_up` (decode stopped waiting) or by `cancel` (nobody wants it)."""
 
-    def __init__(
-        self,
-        ctx: LegContext,
-        prefill: Instance,
-        decode: Instance,
-        transfer_id: str,
-        command: PrefillCommand,
-        *,
-        trial: Trial,
-        claim: Claim,
-    ) -> None:
+    def __init__(self, ctx: LegContext, job: Job, attempt: Attempt) -> None:
         self._ctx = ctx
-        self._prefill = prefill
-        self._decode = decode
-        self._transfer_id = transfer_id
-        self._trial = trial
-        self._claim = claim
+        self._job = job
+        self._attempt = attempt
+        self._tried = {(attempt.prefill.name, attempt.prefill.generation)}
         self._given_up = FallbackReason.NONE
+        self._served = False
         self._began_s = ctx.clock.now_s()
         self.report: PrefillReport | None = None
         self.error: LegError | None = None
         self.seconds: float | None = None
-        self._task = asyncio.create_task(self._run(command), name=f"prefill-leg-{transfer_id}")
+        self.continuations: list[ContinuationRecord] = []
+        self._task = asyncio.create_task(self._run(), name=f"prefill-leg-{attempt.transfer_id}")
+
+    @property
+    def prefill(self) -> Instance:
+        """Who prefills now, or did last."""
+        return self._attempt.prefill
+
+    @property
+    def transfer_id(self) -> str:
+        """The transfer under way, or the last one."""
+        return self._attempt.transfer_id
+
+    def served(self) -> None:
+        """Decode has everything: nobody needs to continue any more."""
+        self._served = True
 
     def give_up(self, reason: FallbackReason) -> None:
         """Decode fell back because of `reason`: what the far side still does is wasted."""
@@ -82,74 +75,142 @@ class PrefillLeg:
         done, _ = await asyncio.wait([self._task], timeout=timeout_s)
         return bool(done)
 
-    async def _run(self, command: PrefillCommand) -> None:
-        failure = FallbackReason.NONE
-        outcome = Outcome.NEUTRAL
-        label = "cancelled"
+    async def _run(self) -> None:
         try:
-            self.report = await self._ctx.client.prefill(self._prefill, command)
-            outcome, label = Outcome.SUCCESS, "ok"
+            while True:
+                failure = await self._try(self._attempt)
+                if failure is None or self._served:
+                    return
+                if not await self._continue(failure):
+                    await self._tell_decode(failure)
+                    return
+        finally:
+            self.seconds = self._ctx.clock.now_s() - self._began_s
+
+    async def _try(self, attempt: Attempt) -> Failure | None:
+        """One attempt, accounted for; None: the transfer is complete."""
+        ctx, prefill = self._ctx, attempt.prefill
+        waiting = max(prefill.queued_tokens, ctx.work.tokens(prefill))
+        trial = ctx.health.begin(prefill, waiting + attempt.uncached_tokens)
+        claim = ctx.work.begin(prefill, attempt.uncached_tokens)
+        began_s = ctx.clock.now_s()
+        outcome, label = Outcome.NEUTRAL, "cancelled"
+        try:
+            ended = await run_attempt(ctx, attempt, watched=ctx.config.kv_transfer.continuations > 0)
+            if isinstance(ended, PrefillReport):
+                self.report, self.error = ended, None
+                outcome, label = Outcome.SUCCESS, "ok"
+                return None
+            outcome, label = ended.breaker, str(ended.label)
+            self.error = LegError(reason=ended.reason, message=ended.detail)
+            return ended
         except asyncio.CancelledError:
             if self._given_up not in _NEUTRAL:
                 outcome, label = Outcome.FAILURE, str(self._given_up)
             if self._given_up is not FallbackReason.NONE:
                 self.error = LegError(reason=str(self._given_up), message="decode stopped waiting")
             raise
-        except FarfillError as error:
-            failure, outcome = fallback_reason(error), breaker_outcome(error)
-            label = str(failure)
-            self.error = LegError(reason=error.reason, message=str(error))
         finally:
-            self._end(outcome, label)
-        if failure is not FallbackReason.NONE:
-            await self._tell_decode(failure)
+            claim.end()
+            ctx.health.end(trial, outcome)
+            wire_bytes = self.report.wire_bytes if self.report is not None else 0
+            ctx.observer.prefill_leg_ended(prefill, label, ctx.clock.now_s() - began_s, wire_bytes)
+            if self.continuations:
+                self._continued(self.continuations[-1], label)
 
-    def _end(self, outcome: Outcome, label: str) -> None:
-        self.seconds = self._ctx.clock.now_s() - self._began_s
-        self._claim.end()
-        self._ctx.health.end(self._trial, outcome)
-        wire_bytes = self.report.wire_bytes if self.report is not None else 0
-        self._ctx.observer.prefill_leg_ended(self._prefill, label, self.seconds, wire_bytes)
+    def _continued(self, record: ContinuationRecord, label: str) -> None:
+        record.outcome = label
+        outcome = label if label in ("ok", "cancelled") else "failed"
+        self._ctx.observer.prefill_continued(record.reason, outcome)
 
-    async def _tell_decode(self, reason: FallbackReason) -> None:
-        detail = self.error.message if self.error is not None else ""
-        log.warning(
-            "prefill_leg_failed",
-            transfer_id=self._transfer_id,
-            prefill=self._prefill.name,
-            decode=self._decode.name,
-            reason=str(reason),
-            detail=detail,
+    async def _continue(self, failure: Failure) -> bool:
+        """Let another instance take over, if there is one in time and decode agrees."""
+        ctx, failed = self._ctx, self._attempt
+        limit = ctx.config.kv_transfer.continuations
+        if not limit:
+            return False
+        prefill, obstacle = await self._next_instance(failure, limit)
+        if prefill is None:
+            ctx.observer.prefill_continued(str(failure.label), obstacle)
+            return False
+        attempt = make_attempt(ctx, self._job, failed.decode, prefill, failed.uncached_tokens)
+        command = ContinueCommand(
+            ticket=attempt.token, source=ctx.source(prefill), reason=str(failure.label), detail=failure.detail[:500]
         )
         try:
-            async with asyncio.timeout(self._ctx.notify_timeout_s):
-                await self._ctx.client.fail_transfer(self._decode, self._transfer_id, reason, detail)
+            async with asyncio.timeout(ctx.silence_s):
+                reply = await ctx.client.continue_transfer(failed.decode, failed.transfer_id, command)
+        except (FarfillError, TimeoutError) as error:
+            log.warning("prefill_not_continued", transfer_id=failed.transfer_id, error=str(error))
+            ctx.observer.prefill_continued(str(failure.label), "refused")
+            return False
+        self._take_over(failure, failed, attempt, reply.held_bytes)
+        return True
+
+    async def _next_instance(self, failure: Failure, limit: int) -> tuple[Instance | None, str]:
+        """Who takes over after a pause; else what is in the way."""
+        if len(self.continuations) >= limit:
+            return None, "exhausted"
+        if self._another(failure) is None:  # then decode need not wait for the pause
+            return None, "no_instance"
+        if not await self._back_off():
+            return None, "deadline"
+        return self._another(failure), "no_instance"
+
+    def _another(self, failure: Failure) -> Instance | None:
+        failed = self._attempt
+        avoid = failed.prefill.site if failure.label in _OF_THE_WAY else None
+        return self._ctx.placer.another_prefill(failed.decode, self._tried, avoid)
+
+    async def _back_off(self) -> bool:
+        """Wait longer each time, by chance a little more or less; False: the request's deadline comes first."""
+        ctx = self._ctx
+        wait_s = min(BACKOFF_FIRST_S * 2 ** len(self.continuations), BACKOFF_MAX_S) * random.uniform(0.5, 1.5)  # noqa: S311
+        deadline_s = self._job.accepted_s + ctx.config.gateway.request_timeout_s
+        if ctx.clock.now_s() + wait_s >= deadline_s:
+            return False
+        await asyncio.sleep(wait_s)
+        return True
+
+    def _take_over(self, failure: Failure, failed: Attempt, attempt: Attempt, held_bytes: int) -> None:
+        self._attempt = attempt
+        self._tried.add((attempt.prefill.name, attempt.prefill.generation))
+        self.continuations.append(
+            ContinuationRecord(
+                reason=str(failure.label),
+                detail=failure.detail,
+                transfer_id=failed.transfer_id,
+                failed_instance=failed.prefill.name,
+                failed_site=failed.prefill.site,
+                prefill_instance=attempt.prefill.name,
+                prefill_site=attempt.prefill.site,
+                held_bytes=held_bytes,
+            )
+        )
+        log.warning(
+            "prefill_continued",
+            request_id=self._job.request_id,
+            transfer_id=attempt.transfer_id,
+            reason=str(failure.label),
+            detail=failure.detail,
+            failed=failed.prefill.name,
+            prefill=attempt.prefill.name,
+            held_bytes=held_bytes,
+        )
+
+    async def _tell_decode(self, failure: Failure) -> None:
+        ctx, attempt = self._ctx, self._attempt
+        log.warning(
+            "prefill_leg_failed",
+            transfer_id=attempt.transfer_id,
+            prefill=attempt.prefill.name,
+            decode=attempt.decode.name,
+            reason=str(failure.label),
+            detail=failure.detail,
+        )
+        try:
+            async with asyncio.timeout(ctx.silence_s):
+                await ctx.client.fail_transfer(attempt.decode, attempt.transfer_id, failure.label, failure.detail)
         except (FarfillError, TimeoutError) as error:
             # Decode still has its own limit on silence.
-            log.warning("transfer_failure_not_told", transfer_id=self._transfer_id, error=str(error))
-
-
-def fallback_reason(error: FarfillError) -> FallbackReason:
-    """The label of a failed leg."""
-    if isinstance(error, WorkerConnectionError):
-        return FallbackReason.PREFILL_LOST if error.reached else FallbackReason.PREFILL_UNREACHABLE
-    if not isinstance(error, WorkerAnswerError):
-        return FallbackReason.PROTOCOL
-    named = _BY_REASON.get(error.reason)
-    if named is None and error.reason.startswith("ticket"):
-        named = FallbackReason.TICKET_INVALID
-    if named is None:
-        refused = error.status < 500 or _no_room(error)
-        named = FallbackReason.PREFILL_REFUSED if refused else FallbackReason.PREFILL_FAILED
-    return named
-
-
-def breaker_outcome(error: FarfillError) -> Outcome:
-    """Refusals for the request's sake and lack of room say nothing about the instance's health."""
-    if isinstance(error, WorkerAnswerError) and (error.status < 500 or _no_room(error)):
-        return Outcome.NEUTRAL
-    return Outcome.FAILURE
-
-
-def _no_room(error: WorkerAnswerError) -> bool:
-    return error.status == 503 and error.body.retry_after_s > 0
+            log.warning("transfer_failure_not_told", transfer_id=attempt.transfer_id, error=str(error))

@@ -11,7 +11,8 @@ from farfill.core.errors import FarfillError
 from farfill.gateway.errors import envelope
 from farfill.gateway.openai.render import DONE, ChoiceResult, Renderer, Usage, make_usage, sse
 from farfill.gateway.pipeline.dispatch import Dispatcher
-from farfill.gateway.pipeline.generation import Generation, Job
+from farfill.gateway.pipeline.generation import Generation
+from farfill.gateway.pipeline.job import Job
 
 ForEach = Callable[[int], Awaitable[None]]
 

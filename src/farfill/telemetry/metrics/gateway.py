@@ -144,6 +144,13 @@ class GatewayMetrics:
         self._far_bytes = metrics.counter(
             "farfill_remote_wire_bytes", "KV bytes that far prefill sent over the link.", src_site=(), dst_site=()
         )
+        self._continuations = metrics.counter(
+            "farfill_continuations",
+            "Far prefills that failed before decode had everything, by reason, and what came of letting another"
+            " prefill instance continue.",
+            reason=FALLBACKS,
+            outcome=("ok", "failed"),
+        )
         self._retries = metrics.counter(
             "farfill_decode_retries", "Decode instances that failed before the first token.", reason=()
         )
@@ -203,6 +210,10 @@ class GatewayMetrics:
         self._far(**link, outcome=outcome).inc()
         self._far_seconds(**link).observe(seconds)
         self._far_bytes(**link).inc(wire_bytes)
+
+    def prefill_continued(self, reason: str, outcome: str) -> None:
+        """A far prefill failed for `reason`, and another instance was to continue."""
+        self._continuations(reason=reason, outcome=outcome).inc()
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         """`decode` failed before its first token and another try was made."""

@@ -29,7 +29,11 @@ class RegistryMetrics:
             "farfill_registrations",
             "Calls that write, by outcome.",
             **own,
-            outcome=("registered", "renewed", "deregistered", "forbidden", "superseded"),
+            outcome=("registered", "renewed", "deregistered", "forbidden", "superseded", "store_unavailable"),
+        )
+        self._store_up = metrics.gauge("farfill_store_up", "1 while the store answers this registry.", **own)
+        self._store_requests = metrics.counter(
+            "farfill_store_requests", "Answers and failures of the store, by outcome.", **own, outcome=("ok",)
         )
         self.set_state((), 0)
 
@@ -45,6 +49,11 @@ class RegistryMetrics:
     def written(self, outcome: str) -> None:
         """A PUT or DELETE ended."""
         self._registrations(**self._own, outcome=outcome).inc()
+
+    def registry_answered(self, outcome: str) -> None:
+        """The store answered ("ok"), or did not, for a stable reason."""
+        self._store_requests(**self._own, outcome=outcome).inc()
+        self._store_up(**self._own).set(1 if outcome == "ok" else 0)
 
     def expired(self, count: int) -> None:
         """So many leases ran out."""

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from farfill.core.cluster import FallbackReason
 from farfill.core.layout import TensorKind
+from farfill.telemetry.metrics.engine import EngineMetrics, Load
 from farfill.telemetry.metrics.families import TRANSFER_BUCKETS_S, TTFT_BUCKETS_S, MetricSet
 
-CODECS = ("none", "lz4", "zstd")
+LOSSY = ("int8", "fp8")
+CODECS = ("none", "lz4", "zstd", *LOSSY)
 KINDS = tuple(str(kind) for kind in TensorKind)
 FALLBACKS = tuple(str(reason) for reason in FallbackReason if reason is not FallbackReason.NONE)
-
-
-class Load(Protocol):
-    """What is read of an `engine.protocol.EngineLoad`."""
-
-    @property
-    def queued_tokens(self) -> int: ...
-    @property
-    def running_sequences(self) -> int: ...
-    @property
-    def waiting_sequences(self) -> int: ...
-    @property
-    def kv_used_bytes(self) -> int: ...
-    @property
-    def prefix_cache_bytes(self) -> int: ...
 
 
 class WorkerMetrics:
@@ -40,14 +25,8 @@ class WorkerMetrics:
         self._declare_wire(metrics)
 
     def _declare_load(self, metrics: MetricSet) -> None:
-        self._queue_tokens = metrics.gauge("farfill_queue_tokens", "Prompt tokens waiting to be prefilled.")()
-        self._running = metrics.gauge("farfill_running_sequences", "Sequences being prefilled or decoded.")()
-        self._waiting = metrics.gauge("farfill_waiting_sequences", "Sequences waiting for the engine.")()
-        self._kv_used = metrics.gauge(
-            "farfill_kv_used_bytes", "KV memory of running sequences; the prefix cache comes on top."
-        )()
+        self._engine = EngineMetrics(metrics)
         self._kv_total = metrics.gauge("farfill_kv_total_bytes", "KV memory this worker may use.")()
-        self._prefix_cache = metrics.gauge("farfill_prefix_cache_bytes", "KV memory kept for prefix hits.")()
         self._held = metrics.gauge("farfill_held_transfers", "Transfers that hold KV memory; 0 when idle.")()
         self._registry_up = metrics.gauge("farfill_registry_up", "1 while the registry answers this process.")()
         self._registry_requests = metrics.counter(
@@ -69,6 +48,9 @@ class WorkerMetrics:
         self._fallbacks = metrics.counter(
             "farfill_worker_fallbacks", "Prompts placed far that were prefilled here, by reason.", reason=FALLBACKS
         )
+        self._lossy_requests = metrics.counter(
+            "farfill_lossy_requests", "Requests answered from KV that may have travelled lossy, by form.", form=LOSSY
+        )
 
     def _declare_transfers(self, metrics: MetricSet) -> None:
         self._transfers = metrics.counter(
@@ -77,6 +59,7 @@ class WorkerMetrics:
         self._transfers(outcome="ok", reason="none")
         for reason in FALLBACKS:
             self._transfers(outcome="failed", reason=reason)
+            self._transfers(outcome="continued", reason=reason)
         self._transfer_seconds = metrics.histogram(
             "farfill_transfer_seconds", "Whole KV transfers, hidden parts included.", TRANSFER_BUCKETS_S
         )()
@@ -84,6 +67,9 @@ class WorkerMetrics:
             "farfill_transfer_raw_bytes", "KV bytes of ended transfers before compression."
         )()
         self._wire_bytes = metrics.counter("farfill_transfer_wire_bytes", "KV bytes of ended transfers as sent.")()
+        self._reused_bytes = metrics.counter(
+            "farfill_reused_bytes", "KV bytes of a failed sender that the next one did not have to bring."
+        )()
 
     def _declare_wire(self, metrics: MetricSet) -> None:
         directions = ("sent", "received")
@@ -128,11 +114,7 @@ class WorkerMetrics:
 
     def set_load(self, load: Load) -> None:
         """How busy the engine is."""
-        self._queue_tokens.set(load.queued_tokens)
-        self._running.set(load.running_sequences)
-        self._waiting.set(load.waiting_sequences)
-        self._kv_used.set(load.kv_used_bytes)
-        self._prefix_cache.set(load.prefix_cache_bytes)
+        self._engine.set_load(load)
 
     def set_held_transfers(self, count: int) -> None:
         """The leak counter."""
@@ -145,15 +127,23 @@ class WorkerMetrics:
         self._prefill_tokens(source="cached").inc(cached_tokens)
 
     def transfer_finished(self, outcome: str, reason: str, seconds: float, raw_bytes: int, wire_bytes: int) -> None:
-        """A KV transfer ended; `outcome` is "ok" or "failed", `reason` a `FallbackReason`."""
+        """A KV transfer ended; `outcome` is "ok", "failed" or "continued" (by another sender), `reason` why."""
         self._transfers(outcome=outcome, reason=reason).inc()
         self._transfer_seconds.observe(seconds)
         self._raw_bytes.inc(raw_bytes)
         self._wire_bytes.inc(wire_bytes)
 
+    def bytes_reused(self, nbytes: int) -> None:
+        """A sender took over, and did not have to bring these."""
+        self._reused_bytes.inc(nbytes)
+
     def request_finished(self, outcome: str) -> None:
         """A request of the gateway ended: "ok", "cancelled" or a stable reason."""
         self._requests(outcome=outcome).inc()
+
+    def lossy_request(self, form: str) -> None:
+        """An answer rests on KV that may have travelled lossy."""
+        self._lossy_requests(form=form).inc()
 
     def fallback(self, reason: str) -> None:
         """A prompt placed far is prefilled here."""

@@ -1,0 +1,25 @@
+"""What the gateway works on: one prompt of an API request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from farfill.core.sampling import SamplingParams
+from farfill.policy.offload import Forced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One prompt to generate from. `keys` are its prefix keys; times in the gateway's monotonic clock."""
+
+    request_id: str
+    prompt: list[int]
+    keys: Sequence[bytes]
+    salt: str
+    tenant: str
+    priority: int = 0
+    sampling: SamplingParams
+    forced: Forced | None
+    traceparent: str
+    accepted_s: float

@@ -1,0 +1,380 @@
+"""The KV cache of a model, from its config.json alone: which tensors each layer keeps, in the engine's own terms.
+
+`derive_geometry` gives the same `KVLayout` as the embedded engine sees in a forward pass (tested for every architecture
+it runs). Only known model types are accepted: a wrong guess would give a wrong purchase, not an error.
+
+Shapes follow Hugging Face transformers: a sliding window of w keeps w - 1 tokens; MLA keeps one latent row per token;
+convolution states keep the whole kernel; recurrent states are float32 beside a 16-bit cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from farfill.core.layout import DTYPE_BYTES, KVLayout, TensorKind, TensorLayout
+from farfill.planner.families import ATTENTION_TYPES, DEFAULT_PERIOD, UNSUPPORTED
+from farfill.planner.model_config import Fields, Json, UnknownArchitectureError
+
+DEFAULT_CHUNK_TOKENS = 2048
+FULL, WINDOW, STATE, CONV, BOTH, NONE = "full", "window", "state", "conv", "both", "none"
+
+_TYPE_WORDS = {
+    "full_attention": FULL, "attention": FULL, "indexed_attention": FULL, "global": FULL, "*": FULL,
+    "sliding_attention": WINDOW, "chunked_attention": WINDOW, "local": WINDOW, "sliding": WINDOW,
+    "linear_attention": STATE, "mamba": STATE, "mamba2": STATE, "recurrent": STATE, "M": STATE,
+    "conv": CONV, "hybrid": BOTH,
+    "moe": NONE, "mlp": NONE, "dummy": NONE, "-": NONE, "E": NONE,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheTypes:
+    """Dtypes of what is kept. `state` is of recurrent states, which engines keep in float32 unless told otherwise."""
+
+    kv: str
+    state: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """A model's cache. `dense_bytes_per_token` is that of the same layers with all their keys and values kept."""
+
+    model_type: str
+    layout: KVLayout
+    num_layers: int
+    layer_words: tuple[str, ...]
+    dense_bytes_per_token: int
+
+
+def derive_geometry(
+    config: Json,
+    *,
+    kv_dtype: str | None = None,
+    state_dtype: str = "float32",
+    prefill_chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
+    like: str | None = None,
+) -> Geometry:
+    """The cache of the model `config` describes; `like` names a known model type to read it as.
+
+    `kv_dtype` None: the config's own dtype, or bfloat16. Raises UnknownArchitectureError naming type and field.
+    """
+    fields = Fields(config)
+    model_type = like or fields.model_type
+    if model_type in UNSUPPORTED:
+        raise UnknownArchitectureError(f"model_type {model_type}: {UNSUPPORTED[model_type]}")
+    kv = kv_dtype or (fields.dtype if fields.dtype in DTYPE_BYTES else None) or "bfloat16"
+    for name in (kv, state_dtype):
+        if name not in DTYPE_BYTES:
+            raise UnknownArchitectureError(f"dtype {name!r} is not known; give one of: {', '.join(DTYPE_BYTES)}")
+    reader = _Reader(fields, model_type, CacheTypes(kv=kv, state=state_dtype))
+    words = reader.layer_words()
+    tensors: list[TensorLayout] = []
+    dense = 0
+    for layer, word in enumerate(words):
+        tensors += reader.tensors(layer, word)
+        if word != NONE:
+            dense += reader.dense_row_bytes()
+    if not tensors:
+        raise UnknownArchitectureError(
+            f"model_type {model_type}: no layer keeps any state; is num_hidden_layers right?"
+        )
+    layout = KVLayout(tuple(tensors), prefill_chunk_tokens)
+    return Geometry(fields.model_type, layout, len(words), words, dense)
+
+
+class _Reader:
+    """Reads one config as one model type."""
+
+    def __init__(self, fields: Fields, model_type: str, types: CacheTypes) -> None:
+        self._f = fields
+        self._type = model_type
+        self._types = types
+        self._state = _STATE_READERS.get(model_type)
+        if self._state is None and model_type not in ATTENTION_TYPES:
+            raise UnknownArchitectureError(
+                f"model_type {model_type!r} is not known, so what its layers keep is not either; if its cache is that"
+                " of a known model type, say so with --like, such as --like llama"
+            )
+
+    def layer_words(self) -> tuple[str, ...]:
+        """What each layer keeps, one word a layer."""
+        words = [self._word(name) for name in self._layer_types()]
+        shared = self._f.int("num_kv_shared_layers", default=0, least=0)
+        if shared >= len(words):
+            raise self._f.error("num_kv_shared_layers", f"is {shared}, but there are {len(words)} layers")
+        if shared:
+            words[-shared:] = [NONE] * shared
+        if WINDOW in words and not self._f.has("sliding_window", "attention_chunk_size", "attention_window_size"):
+            raise self._f.error("sliding_window", "is missing, but layers have one")
+        if self._type == "longcat_flash":  # two attention blocks a layer
+            words = [word for word in words for _ in range(2)]
+        return tuple(words)
+
+    def tensors(self, layer: int, word: str) -> list[TensorLayout]:
+        """What layer number `layer` keeps."""
+        found: list[TensorLayout] = []
+        if word in (FULL, WINDOW, BOTH):
+            found += self._attention(layer, word)
+        if word in (STATE, CONV, BOTH):
+            found += self._states(layer, word)
+        return found
+
+    def dense_row_bytes(self) -> int:
+        """Bytes per token of one layer that keeps every key and value of its attention."""
+        size = DTYPE_BYTES[self._types.kv]
+        if self._is_mla():
+            f = self._f
+            key = f.int("qk_nope_head_dim") + f.int("qk_rope_head_dim")
+            return f.int("num_attention_heads") * (key + f.int("v_head_dim")) * size
+        if not self._f.has("num_attention_heads", "n_head", "num_heads") or self._type in _PURE_STATE:
+            return 2 * self._f.int("hidden_size", "d_model") * size
+        heads, key, value = self._heads(self._f, FULL)
+        return heads * (key + value) * size
+
+    def _layer_types(self) -> list[str]:  # noqa: PLR0911 - one way of writing it down each
+        f = self._f
+        listed = f.texts("layer_types", "layers_block_type", "block_types")
+        if listed is not None:
+            if self._type == "recurrent_gemma":
+                layers = f.int("num_hidden_layers")
+                return ["sliding" if w == "attention" else w for w in (listed * layers)[:layers]]
+            return list(listed)
+        if (pattern := f.text("hybrid_override_pattern")) is not None:
+            return list(pattern)
+        layers = f.int("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+        linear = f.group("linear_attn_config")
+        if linear is not None and (full := linear.ints("full_attn_layers")) is not None:
+            return ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
+        for name, one in (("hybrid_layer_pattern", "sliding_attention"), ("attn_type_list", "full_attention")):
+            if (flags := f.ints(name)) is not None:
+                other = "linear_attention" if name == "attn_type_list" else "full_attention"
+                return [one if flag else other for flag in flags]
+        if self._state is not None:
+            return self._hybrid_types(layers)
+        return self._attention_types(layers)
+
+    def _attention_types(self, layers: int) -> list[str]:
+        f = self._f
+        if self._type == "mimo_v2_flash":
+            return ["sliding_attention" if i and (i + 1) % 6 else "full_attention" for i in range(layers)]
+        period = self._period()
+        if period:
+            chunked = f.has("attention_chunk_size") and not f.has("sliding_window")
+            near = "chunked_attention" if chunked else "sliding_attention"
+            if near == "sliding_attention" and not f.has("sliding_window"):
+                return ["full_attention"] * layers
+            types = [near if (i + 1) % period else "full_attention" for i in range(layers)]
+            return [*types[:-1], "full_attention"] if self._type.startswith("gemma4") else types
+        if not f.has("sliding_window") or not f.flag("use_sliding_window", default=self._type not in _OPT_IN_WINDOW):
+            return ["full_attention"] * layers
+        full = f.int("max_window_layers", default=0, least=0) if self._type in _OPT_IN_WINDOW else 0
+        return ["full_attention" if i < full else "sliding_attention" for i in range(layers)]
+
+    def _period(self) -> int:
+        """Every how many layers one is full attention; 0: not by period."""
+        f = self._f
+        written = f.text("sliding_window_pattern")
+        if written is not None:  # "LLLG"
+            return len(written)
+        if self._type == "llama4_text" and not f.has("attention_chunk_size"):
+            return 0
+        default = DEFAULT_PERIOD.get(self._type, 0)
+        names = ("sliding_window_pattern", "_sliding_window_pattern", "no_rope_layer_interval")
+        return f.int(*names, "global_attn_every_n_layers", default=default, least=0)
+
+    def _hybrid_types(self, layers: int) -> list[str]:
+        f = self._f
+        if self._type in _PURE_STATE:
+            return ["linear_attention"] * layers
+        if self._type == "falcon_h1":
+            return ["hybrid"] * layers
+        other = "conv" if self._type.startswith("lfm") else "linear_attention"
+        for name in ("attn_layer_indices", "full_attn_idxs"):
+            if (indices := f.ints(name)) is not None:
+                return ["full_attention" if i in indices else other for i in range(layers)]
+        if (hybrid := f.ints("hybrid_layer_ids")) is not None:
+            return ["hybrid" if i in hybrid else other for i in range(layers)]
+        if self._type == "jamba":
+            period, offset = f.int("attn_layer_period"), f.int("attn_layer_offset", least=0)
+            return ["full_attention" if i % period == offset else other for i in range(layers)]
+        period = f.int("full_attention_interval", "layer_group_size", default=_STATE_PERIOD.get(self._type, 0), least=0)
+        if not period:
+            raise f.error("layer_types", "is missing: which layers have attention is not said")
+        return ["full_attention" if (i + 1) % period == 0 else other for i in range(layers)]
+
+    def _word(self, name: str) -> str:
+        word = _TYPE_WORDS.get(name)
+        if word is None:
+            raise self._f.error("layer_types", f"names a layer of type {name!r}, which is not known")
+        return CONV if word == STATE and self._type.startswith("lfm") else word
+
+    def _attention(self, layer: int, word: str) -> list[TensorLayout]:
+        kv = self._types.kv
+        if self._is_mla():
+            f = self._f
+            rows = [("k", (1, f.int("kv_lora_rank"))), ("v", (1, f.int("qk_rope_head_dim")))]
+            found = [TensorLayout(layer, name, TensorKind.LATENT, kv, shape) for name, shape in rows]
+            if self._has_indexer(layer):
+                found.append(TensorLayout(layer, "index", TensorKind.LATENT, kv, (f.int("index_head_dim"),)))
+            return found
+        kind, window = TensorKind.FULL, 0
+        if word == WINDOW:
+            kind = TensorKind.WINDOW
+            window = self._window()
+        heads, key, value = self._heads(self._f.of_layer(layer), word)
+        return [
+            TensorLayout(layer, "k", kind, kv, (heads, key), window),
+            TensorLayout(layer, "v", kind, kv, (heads, value), window),
+        ]
+
+    def _is_mla(self) -> bool:
+        return self._f.has("kv_lora_rank") and self._f.has("qk_rope_head_dim")
+
+    def _has_indexer(self, layer: int) -> bool:
+        """Sparse attention keeps its index keys, except in layers that use another layer's choice."""
+        if not self._f.has("index_head_dim", "index_topk"):
+            return False
+        kinds = self._f.texts("indexer_types")
+        return kinds is None or layer >= len(kinds) or kinds[layer] != "shared"
+
+    def _window(self) -> int:
+        """How many tokens a window keeps: it always includes the token being computed, which is not yet kept."""
+        f = self._f
+        if self._type == "mimo_v2_flash" and f.has("sliding_window_size"):  # counts previous tokens only
+            return f.int("sliding_window_size")
+        return f.int("sliding_window", "attention_window_size", "attention_chunk_size", least=2) - 1
+
+    def _heads(self, f: Fields, word: str) -> tuple[int, int, int]:
+        """(KV heads, width of a key, width of a value) of full attention or of a window."""
+        query = f.int("num_attention_heads", "n_head", "num_heads", "n_heads")
+        heads = f.int("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", default=query)
+        if self._multi_query():
+            heads = 1
+        hidden = f.int("hidden_size", "n_embd", "d_model", default=0, least=0)
+        if self._type == "zamba2":
+            key = f.int("attention_head_dim", default=2 * hidden // query)
+        else:
+            key = f.int("head_dim", "attention_head_dim", "kv_channels", default=max(1, hidden // query))
+        value = f.int("v_head_dim", default=key)
+        if word == WINDOW and self._type == "mimo_v2_flash":
+            heads = f.int("swa_num_key_value_heads", default=2 * heads)
+            key = f.int("swa_head_dim", default=key)
+            value = f.int("swa_v_head_dim", default=value)
+        elif word == FULL and self._type.startswith("gemma4"):
+            key = value = f.int("global_head_dim", default=key)
+            if f.flag("attention_k_eq_v"):
+                heads = f.int("num_global_key_value_heads", default=heads)
+        if not f.has("head_dim", "attention_head_dim", "kv_channels") and hidden < query:
+            raise f.error("hidden_size", "is missing or less than the number of heads, and there is no head_dim")
+        return heads, key, value
+
+    def _multi_query(self) -> bool:
+        f = self._f
+        if self._type == "falcon":
+            return f.flag("multi_query", default=True) and not f.flag("new_decoder_architecture")
+        return self._type == "gpt_bigcode" and f.flag("multi_query", default=True)
+
+    def _states(self, layer: int, word: str) -> list[TensorLayout]:
+        assert self._state is not None, "a layer with states has a reader of them"
+        conv, state = self._state(self._f)
+        found: list[TensorLayout] = []
+        if conv is not None:
+            found.append(TensorLayout(layer, "conv0", TensorKind.CONV, self._types.kv, conv))
+        if state is not None and word != CONV:
+            dtype = self._types.kv if self._type in _STATE_AS_KV else self._types.state
+            found.append(TensorLayout(layer, "recurrent0", TensorKind.RECURRENT, dtype, state))
+        return found
+
+
+Shape = tuple[int, ...]
+
+
+def _gated_delta(f: Fields) -> tuple[Shape | None, Shape | None]:
+    keys = f.int("linear_num_key_heads", default=f.int("num_attention_heads"))
+    values = f.int("linear_num_value_heads", default=keys)
+    key_dim, value_dim = f.int("linear_key_head_dim"), f.int("linear_value_head_dim")
+    conv = (2 * keys * key_dim + values * value_dim, f.int("linear_conv_kernel_dim", default=4))
+    return conv, (values, key_dim, value_dim)
+
+
+def _kimi_delta(f: Fields) -> tuple[Shape | None, Shape | None]:
+    inner = f.group("linear_attn_config") or f
+    heads = inner.int("linear_num_heads", "num_heads", "num_attention_heads")
+    dim = inner.int("linear_head_dim", "head_dim")
+    kernel = inner.int("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
+    return (3 * heads * dim, kernel), (heads, dim, dim)
+
+
+def _lightning(f: Fields) -> tuple[Shape | None, Shape | None]:
+    heads = f.int("num_attention_heads")
+    dim = f.int("head_dim", default=max(1, f.int("hidden_size") // heads))
+    return None, (heads, dim, dim)
+
+
+def _mamba1(f: Fields) -> tuple[Shape | None, Shape | None]:
+    expand, hidden = f.int("mamba_expand", "expand", default=2), f.int("hidden_size")
+    inner = f.int("intermediate_size", default=expand * hidden) if f.model_type in _PURE_STATE else expand * hidden
+    kernel = f.int("mamba_d_conv", "conv_kernel", default=4)
+    return (inner, kernel), (inner, f.int("mamba_d_state", "state_size", default=16))
+
+
+def _mamba2(f: Fields) -> tuple[Shape | None, Shape | None]:
+    heads = f.int("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
+    expanded = f.int("mamba_d_ssm", default=f.int("mamba_expand", "expand", default=2) * f.int("hidden_size"))
+    dim = f.int("mamba_d_head", "mamba_head_dim", "mamba_headdim", default=max(1, expanded // heads))
+    if f.model_type == "mamba2":
+        dim = f.int("head_dim", default=dim)
+    groups = f.int("mamba_n_groups", "n_groups", "mamba_ngroups", default=1)
+    state = f.int("mamba_d_state", "ssm_state_size", "state_size")
+    kernel = f.int("mamba_d_conv", "conv_kernel", default=4)
+    return (heads * dim + 2 * groups * state, kernel), (heads, dim, state)
+
+
+def _short_conv(f: Fields) -> tuple[Shape | None, Shape | None]:
+    return (f.int("hidden_size"), f.int("conv_L_cache", default=7 if f.model_type == "lfm3" else 3)), None
+
+
+def _gated_recurrence(f: Fields) -> tuple[Shape | None, Shape | None]:
+    width = f.int("lru_width", default=f.int("hidden_size"))
+    return (width, f.int("conv1d_width", default=4)), (width,)
+
+
+_STATE_READERS: dict[str, Callable[[Fields], tuple[Shape | None, Shape | None]]] = {
+    "qwen3_next": _gated_delta,
+    "qwen3_5_text": _gated_delta,
+    "qwen3_5": _gated_delta,
+    "qwen3_5_moe": _gated_delta,
+    "qwen3_5_moe_text": _gated_delta,
+    "olmo_hybrid": _gated_delta,
+    "kimi_linear": _kimi_delta,
+    "bailing_hybrid": _kimi_delta,
+    "minimax": _lightning,
+    "minimax_m1": _lightning,
+    "minimax_text_01": _lightning,
+    "jamba": _mamba1,
+    "mamba": _mamba1,
+    "falcon_mamba": _mamba1,
+    "mamba2": _mamba2,
+    "bamba": _mamba2,
+    "granitemoehybrid": _mamba2,
+    "falcon_h1": _mamba2,
+    "nemotron_h": _mamba2,
+    "zamba2": _mamba2,
+    "lfm2": _short_conv,
+    "lfm2_moe": _short_conv,
+    "lfm3": _short_conv,
+    "recurrent_gemma": _gated_recurrence,
+}
+_STATE_PERIOD = {
+    "qwen3_next": 4,
+    "qwen3_5_text": 4,
+    "qwen3_5": 4,
+    "qwen3_5_moe": 4,
+    "qwen3_5_moe_text": 4,
+    "olmo_hybrid": 4,
+    "bailing_hybrid": 6,
+}
+_PURE_STATE = {"mamba", "falcon_mamba", "mamba2"}
+_STATE_AS_KV = {"minimax", "minimax_m1", "minimax_text_01"}
+_OPT_IN_WINDOW = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1", "smollm3"}

@@ -1,0 +1,168 @@
+"""Reads a Hugging Face config.json for planning: finds the file, and takes fields out of it with errors that name them.
+
+Nothing is fetched: a hub id works only when its config.json is in the local cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar, cast
+
+from farfill.core.errors import ConfigError
+
+MAX_CONFIG_BYTES = 16 * 1024 * 1024
+# Where multimodal and wrapped models keep the part that has the KV cache.
+_INNER = ("text_config", "llm_config", "language_config", "thinker_config", "talker_config", "decoder")
+
+Json = Mapping[str, object]
+_T = TypeVar("_T")
+
+
+class UnknownArchitectureError(ConfigError):
+    """The model's KV cache is not known, or a field it depends on is missing or senseless."""
+
+    reason = "architecture_unknown"
+
+
+def read_model_config(model: str) -> tuple[Json, Path]:
+    """The config of a file, a folder, or a cached hub id, and where it was. Raises ConfigError naming what to do."""
+    path = _find(model)
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes; this is no config.json")
+        value = json.loads(path.read_text("utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: not a model's config.json: it holds no JSON object")
+    return cast("Json", value), path
+
+
+def _find(model: str) -> Path:
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise ConfigError(f"{path.parent} has no config.json; name the model's folder or its config.json")
+        return path
+    if path.is_file():
+        return path
+    cached = _cached(model)
+    if cached is not None:
+        return cached
+    raise ConfigError(
+        f"{model}: no such file or folder, and not in the local Hugging Face cache; nothing is fetched here:"
+        " download the model's config.json and name it"
+    )
+
+
+def _cached(repo: str) -> Path | None:
+    """config.json of hub id `repo` in the cache: the revision `main` refers to, or else the newest snapshot."""
+    if repo.count("/") > 1 or repo.startswith((".", "/")):
+        return None
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{repo.replace('/', '--')}"
+    ref = folder / "refs" / "main"
+    if ref.is_file():
+        found = folder / "snapshots" / ref.read_text().strip() / "config.json"
+        if found.is_file():
+            return found
+    snapshots = sorted(folder.glob("snapshots/*/config.json"), key=lambda p: p.stat().st_mtime)
+    return snapshots[-1] if snapshots else None
+
+
+class Fields:
+    """The fields of the text part of a config. Getters raise UnknownArchitectureError naming model type and field."""
+
+    def __init__(self, config: Json) -> None:
+        inner = text_config(config)
+        self._config = inner
+        found = inner.get("model_type") or config.get("model_type")
+        if not isinstance(found, str) or not found:
+            raise UnknownArchitectureError(
+                "model_type is missing from the config, so its KV cache is not known; is this a model's config.json?"
+            )
+        self.model_type = found
+        dtype = inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
+        self.dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+
+    def has(self, *names: str) -> bool:
+        """Whether any of `names` is given, and not null."""
+        return any(self._config.get(name) is not None for name in names)
+
+    def int(self, *names: str, default: int | None = None, least: int = 1) -> int:
+        """The first of `names` that is given."""
+        for name in names:
+            value = self._config.get(name)
+            if value is None or value == "auto":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise self.error(name, f"is {value!r}, not a whole number")
+            if value < least:
+                raise self.error(name, f"is {value}, but must be at least {least}")
+            return value
+        if default is None:
+            raise self.error(names[0], "is missing")
+        return default
+
+    def flag(self, name: str, *, default: bool = False) -> bool:
+        """A true or false."""
+        value = self._config.get(name)
+        return default if value is None else bool(value)
+
+    def text(self, name: str) -> str | None:
+        """A text; None when it is not given."""
+        value = self._config.get(name)
+        return value if isinstance(value, str) else None
+
+    def ints(self, name: str) -> tuple[int, ...] | None:
+        """A list of whole numbers; None when it is not given."""
+        return self._list(name, int)
+
+    def texts(self, *names: str) -> tuple[str, ...] | None:
+        """The first list of texts that is given."""
+        for name in names:
+            found = self._list(name, str)
+            if found is not None:
+                return found
+        return None
+
+    def group(self, name: str) -> Fields | None:
+        """A group of fields within this one."""
+        value = self._config.get(name)
+        if not isinstance(value, dict):
+            return None
+        return Fields({"model_type": self.model_type, **cast("dict[str, object]", value)})
+
+    def of_layer(self, layer: int) -> Fields:
+        """These fields as they are in layer number `layer`."""
+        differing = self._config.get("per_layer_config")
+        own = cast("Json", differing).get(str(layer)) if isinstance(differing, dict) else None
+        return Fields({**self._config, **cast("Json", own)}) if isinstance(own, dict) else self
+
+    def error(self, name: str, what: str) -> UnknownArchitectureError:
+        """To be raised: what is wrong with the field `name`."""
+        return UnknownArchitectureError(f"{name} {what} in the config of this {self.model_type} model")
+
+    def _list(self, name: str, kind: type[_T]) -> tuple[_T, ...] | None:
+        value = self._config.get(name)
+        if value is None:
+            return None
+        items = cast("Sequence[object]", value) if isinstance(value, list) else [None]
+        if not all(isinstance(item, kind) for item in items):
+            raise self.error(name, f"is {value!r}, not a list of {kind.__name__}")
+        return tuple(cast("Sequence[_T]", items))
+
+
+def text_config(config: Json) -> Json:
+    """The innermost part of `config` that describes a text decoder."""
+    for name in _INNER:
+        inner = config.get(name)
+        if isinstance(inner, dict):
+            return text_config(cast("Json", inner))
+    return config

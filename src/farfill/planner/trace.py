@@ -1,0 +1,114 @@
+"""Reads request traces in Mooncake's JSONL form, and what a perfect prefix cache would find of each prompt.
+
+One request a line: {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}; each id stands for 512
+tokens together with all before them. `hash_ids` may be left out: then nothing is cached.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import msgspec
+
+from farfill.core.errors import ConfigError
+
+BLOCK_TOKENS = 512
+_MAX_PROBLEMS = 20
+
+
+class TraceError(ConfigError):
+    """The trace cannot be used; the message names file and line."""
+
+    reason = "trace_invalid"
+
+
+class TraceLine(msgspec.Struct, kw_only=True):
+    """One line; further keys are ignored."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int] = []
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """`uncached_tokens` are to be prefilled; the others are in the prefix cache by then."""
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    uncached_tokens: int
+
+
+def read_trace(path: Path, *, cache_blocks: int | None = None) -> list[TraceRequest]:
+    """All requests in order of arrival. `cache_blocks` bounds the prefix cache (least recently used goes first);
+    None: it holds everything, 0: there is none. Raises TraceError naming every bad line."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
+    decoder = msgspec.json.Decoder(TraceLine)
+    found: list[TraceLine] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            found.append(_checked(decoder.decode(line)))
+        except (msgspec.DecodeError, ValueError) as error:
+            problems.append(f"{path}:{number}: {error}")
+    if problems:
+        more = [f"{path}: and {len(problems) - _MAX_PROBLEMS} more lines"] if len(problems) > _MAX_PROBLEMS else []
+        raise TraceError("\n".join(problems[:_MAX_PROBLEMS] + more))
+    if not found:
+        raise TraceError(
+            f"{path}: empty; a trace has one JSON object with timestamp, input_length and output_length a line"
+        )
+    found.sort(key=lambda line: line.timestamp)
+    return _with_cache(found, cache_blocks)
+
+
+def _checked(line: TraceLine) -> TraceLine:
+    if line.input_length < 1:
+        raise ValueError(f"input_length is at least 1, not {line.input_length}")
+    if line.output_length < 0:
+        raise ValueError(f"output_length is at least 0, not {line.output_length}")
+    if line.timestamp < 0:
+        raise ValueError(f"timestamp is at least 0, not {line.timestamp:g}")
+    return line
+
+
+def _with_cache(lines: Sequence[TraceLine], cache_blocks: int | None) -> list[TraceRequest]:
+    cached: OrderedDict[int, None] = OrderedDict()
+    requests: list[TraceRequest] = []
+    for line in lines:
+        hit = 0
+        for block in line.hash_ids:
+            if block not in cached:
+                break
+            hit += 1
+        for block in line.hash_ids:
+            cached[block] = None
+            cached.move_to_end(block)
+        while cache_blocks is not None and len(cached) > cache_blocks:
+            cached.popitem(last=False)
+        # Decode computes the last prompt token itself, whatever is cached.
+        hit_tokens = min(hit * BLOCK_TOKENS, line.input_length - 1)
+        requests.append(
+            TraceRequest(line.timestamp / 1000, line.input_length, line.output_length, line.input_length - hit_tokens)
+        )
+    return requests
+
+
+def arrival_burstiness(requests: Sequence[TraceRequest]) -> float:
+    """Squared coefficient of variation of the gaps between arrivals: 1 for a Poisson stream, more for bursts."""
+    gaps = [b.arrival_s - a.arrival_s for a, b in pairwise(requests)]
+    mean = sum(gaps) / len(gaps) if gaps else 0.0
+    if mean <= 0:
+        return 1.0
+    return sum((gap - mean) ** 2 for gap in gaps) / len(gaps) / mean**2

@@ -1,0 +1,122 @@
+"""Metrics of a worker's engine, set from snapshots of its load."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from prometheus_client import Counter
+
+from farfill.telemetry.metrics.families import MetricSet
+
+
+class Totals(Protocol):
+    """What is read of an `engine.protocol.EngineTotals`."""
+
+    @property
+    def decode_steps(self) -> int: ...
+    @property
+    def prefill_chunks(self) -> int: ...
+    @property
+    def prefix_hits(self) -> int: ...
+    @property
+    def prefix_misses(self) -> int: ...
+    @property
+    def hit_tokens(self) -> int: ...
+    @property
+    def miss_tokens(self) -> int: ...
+    @property
+    def set_back_growth(self) -> int: ...
+    @property
+    def set_back_priority(self) -> int: ...
+    @property
+    def prefix_dropped_room(self) -> int: ...
+    @property
+    def prefix_dropped_age(self) -> int: ...
+
+
+class Load(Protocol):
+    """What is read of an `engine.protocol.EngineLoad`."""
+
+    @property
+    def queued_tokens(self) -> int: ...
+    @property
+    def running_sequences(self) -> int: ...
+    @property
+    def waiting_sequences(self) -> int: ...
+    @property
+    def kv_used_bytes(self) -> int: ...
+    @property
+    def kv_filled_bytes(self) -> int: ...
+    @property
+    def kv_most_bytes(self) -> int: ...
+    @property
+    def prefix_cache_bytes(self) -> int: ...
+    @property
+    def totals(self) -> Totals: ...
+
+
+class EngineMetrics:
+    """Declares the engine's share of a worker's metrics. `set_load` counts by how much totals have grown."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._queue_tokens = metrics.gauge("farfill_queue_tokens", "Prompt tokens waiting to be prefilled.")()
+        self._running = metrics.gauge("farfill_running_sequences", "Sequences being prefilled or decoded.")()
+        self._waiting = metrics.gauge("farfill_waiting_sequences", "Sequences waiting for the engine.")()
+        self._kv_used = metrics.gauge(
+            "farfill_kv_used_bytes", "KV memory of running sequences; the prefix cache comes on top."
+        )()
+        self._kv_most = metrics.gauge("farfill_kv_high_water_bytes", "The most KV memory ever used at once.")()
+        self._kv_unfilled = metrics.gauge(
+            "farfill_kv_fragmentation_ratio", "Share of the used KV memory that is room for tokens to come."
+        )()
+        self._prefix_cache = metrics.gauge("farfill_prefix_cache_bytes", "KV memory kept for prefix hits.")()
+        steps = metrics.counter(
+            "farfill_engine_steps", "Decode steps, and prefill chunks computed.", kind=("decode", "prefill_chunk")
+        )
+        lookups = metrics.counter(
+            "farfill_prefix_lookups",
+            "Prompts by whether the prefix cache had their beginning.",
+            outcome=("hit", "miss"),
+        )
+        tokens = metrics.counter(
+            "farfill_prefix_tokens",
+            "Prompt tokens not computed thanks to the prefix cache (hit), and computed (miss).",
+            outcome=("hit", "miss"),
+        )
+        set_back = metrics.counter(
+            "farfill_set_back",
+            "Sequences whose KV was dropped to be computed again: for the growth of others, or for a request of higher"
+            " priority.",
+            reason=("growth", "priority"),
+        )
+        dropped = metrics.counter(
+            "farfill_prefix_dropped",
+            "Prefix snapshots dropped: for room, or because nobody used them in time.",
+            reason=("room", "age"),
+        )
+        self._totals: dict[str, tuple[Counter, int]] = {
+            "decode_steps": (steps(kind="decode"), 0),
+            "prefill_chunks": (steps(kind="prefill_chunk"), 0),
+            "prefix_hits": (lookups(outcome="hit"), 0),
+            "prefix_misses": (lookups(outcome="miss"), 0),
+            "hit_tokens": (tokens(outcome="hit"), 0),
+            "miss_tokens": (tokens(outcome="miss"), 0),
+            "set_back_growth": (set_back(reason="growth"), 0),
+            "set_back_priority": (set_back(reason="priority"), 0),
+            "prefix_dropped_room": (dropped(reason="room"), 0),
+            "prefix_dropped_age": (dropped(reason="age"), 0),
+        }
+
+    def set_load(self, load: Load) -> None:
+        """How busy the engine is, and what it has done so far."""
+        self._queue_tokens.set(load.queued_tokens)
+        self._running.set(load.running_sequences)
+        self._waiting.set(load.waiting_sequences)
+        self._kv_used.set(load.kv_used_bytes)
+        self._kv_most.set(load.kv_most_bytes)
+        self._kv_unfilled.set(1 - load.kv_filled_bytes / load.kv_used_bytes if load.kv_used_bytes else 0)
+        self._prefix_cache.set(load.prefix_cache_bytes)
+        for name, (counter, before) in self._totals.items():
+            now = getattr(load.totals, name)
+            counter.inc(now - before)
+            self._totals[name] = counter, now
