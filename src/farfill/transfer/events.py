@@ -92,14 +92,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A connection can take a chunk; when none waits, one that is in flight elsewhere for `overdue_s` or longer.
+    """A connection can take a chunk; when none waits, one that is overdue on a connection of `stuck`.
 
-    `early`: the receiver granted this connection chunks before ACCEPT.
+    `patience_s`: when the chunk will be overdue. `early`: the receiver granted this connection chunks before ACCEPT.
     """
 
     connection: int
-    overdue_s: float = math.inf
+    patience_s: float = math.inf
     early: bool = False
+    stuck: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

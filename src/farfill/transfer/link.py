@@ -22,7 +22,7 @@ from farfill.kv.codec import ChunkCodec, Codec
 from farfill.topology.connections import ConnectionTuner
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.adapt import CodecChooser, measure_codecs
-from farfill.transfer.events import Control, LinkUp, Tick
+from farfill.transfer.events import Control, LinkUp, Pull, Tick
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.outgoing import PushedTransfer
@@ -37,7 +37,6 @@ from farfill.wire.frames import EarlyGrant, HelloPayload, ReasonPayload
 
 # An acknowledgement that takes this many times what link and queue explain is overdue.
 OVERDUE_FACTOR = 4.0
-OVERDUE_MIN_S = 1.0
 OVERDUE_UNKNOWN_S = 2.0
 SLOW_ACCEPT_ROUND_TRIPS = 3.0
 # Unsent bytes of all connections together: so much of the link's rate, enough for a thread that gets no CPU at once.
@@ -185,6 +184,11 @@ class PeerLink:
         return any(slot.alive for slot in [*self._slots, *self._retired])
 
     @property
+    def busy(self) -> bool:
+        """Whether chunks are on their way."""
+        return self._unsettled_bytes > 0
+
+    @property
     def unsent_bytes(self) -> int:
         """How much a connection may hold that has not left: what is committed to a slow one cannot go elsewhere."""
         with self._lock:
@@ -326,26 +330,32 @@ class PeerLink:
         `early`: the connection may carry chunks before ACCEPT.
         """
         with self._lock:
-            overdue_s = self._overdue_s
             in_turn = self._turns.order(self._transfers.values())
-        for take_over in (False, True):
-            for transfer in in_turn:
-                ready = transfer.has_overdue(connection, overdue_s) if take_over else transfer.has_chunks(early=early)
-                if not ready:
-                    continue
-                nbytes = transfer.chunk_bytes
-                if not self._reserve(transfer, nbytes):
-                    return None
-                frame: OutgoingFrame | None = None
-                try:
-                    frame = transfer.pull(connection, codec, overdue_s if take_over else math.inf, early=early)
-                finally:
-                    with self._lock:
-                        self._reserved_bytes -= nbytes
-                        self._turns.charge(transfer, (frame.size if frame is not None else 0) - nbytes)
-                if frame is not None:
-                    return transfer, frame
+        for transfer in in_turn:
+            if transfer.has_chunks(early=early):
+                taken = self._pull(transfer, Pull(connection, self._patience_s(transfer), early), codec)
+                if taken is not None or self._withheld:
+                    return taken
+        for transfer in in_turn:
+            stuck = self._stuck(transfer.overdue_on(connection))
+            if stuck:
+                return self._pull(transfer, Pull(connection, self._patience_s(transfer), early, stuck), codec)
         return None
+
+    def _pull(
+        self, transfer: PushedTransfer, pull: Pull, codec: ChunkCodec
+    ) -> tuple[PushedTransfer, OutgoingFrame] | None:
+        nbytes = transfer.chunk_bytes
+        if not self._reserve(transfer, nbytes):
+            return None
+        frame: OutgoingFrame | None = None
+        try:
+            frame = transfer.pull(pull, codec)
+        finally:
+            with self._lock:
+                self._reserved_bytes -= nbytes
+                self._turns.charge(transfer, (frame.size if frame is not None else 0) - nbytes)
+        return None if frame is None else (transfer, frame)
 
     def _reserve(self, transfer: PushedTransfer, nbytes: int) -> bool:
         """Whether the receiver's credit covers one more chunk; its bytes count from now on."""
@@ -410,7 +420,7 @@ class PeerLink:
     def sampled(self, connection: int, path: PathSample) -> None:
         """The kernel told about one connection."""
         with self._lock:
-            self._watch.sampled(connection, path)
+            self._watch.sampled(connection, path, self.clock.now_s())
 
     @property
     def rtt_s(self) -> float | None:
@@ -418,14 +428,23 @@ class PeerLink:
         with self._lock:
             return self.estimate.rtt_s
 
-    @property
-    def _overdue_s(self) -> float:
-        """How long an acknowledgement may take, from what is on its way and the measured rate."""
-        rate = self.estimate.rate_bytes_per_s
-        if rate is None:
-            return OVERDUE_UNKNOWN_S
-        expected_s = self._unsettled_bytes / rate + (self.estimate.rtt_s or 0.0)
-        return max(OVERDUE_MIN_S, OVERDUE_FACTOR * expected_s)
+    def _patience_s(self, transfer: PushedTransfer) -> float:
+        """How long the acknowledgement of a chunk sent now may take, behind all that is on its way already."""
+        with self._lock:
+            rate = self.estimate.rate_bytes_per_s
+            if rate is None:
+                return OVERDUE_UNKNOWN_S
+            ahead_bytes = self._unsettled_bytes + self._reserved_bytes + transfer.chunk_bytes
+            return OVERDUE_FACTOR * (ahead_bytes / rate + (self.estimate.rtt_s or 0.0))
+
+    def _stuck(self, connections: frozenset[int]) -> frozenset[int]:
+        """Those of them that get nothing through to speak of: the link may just be slower than it was."""
+        if not connections:
+            return connections
+        now_s = self.clock.now_s()
+        with self._lock:
+            rate = self.estimate.rate_bytes_per_s or 0.0
+            return frozenset(number for number in connections if not self._watch.moves(number, rate, now_s))
 
     def _tune(self) -> None:
         """Let the number of connections follow what the path showed."""

@@ -7,7 +7,6 @@ returns only when no thread reads the offered bytes any more: frames still leavi
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -251,16 +250,14 @@ class PushedTransfer:
         """The largest chunk of the cut in force; 0 before there is one."""
         return 0 if self._machine.grid is None else self._machine.grid.chunk_bytes
 
-    def has_overdue(self, connection: int, overdue_s: float) -> bool:
-        """Whether `pull` would take over a chunk that another connection does not get through."""
+    def overdue_on(self, connection: int) -> frozenset[int]:
+        """Connections on which chunks are overdue; should they be stuck, `pull` by this one may take those over."""
         with self._lock:
-            return self._machine.has_overdue(connection, overdue_s, self._clock.now_s())
+            return self._machine.overdue_on(connection, self._clock.now_s())
 
-    def pull(
-        self, connection: int, codec: ChunkCodec, overdue_s: float = math.inf, *, early: bool = False
-    ) -> OutgoingFrame | None:
-        """The next chunk as a frame for `connection`, or None. `overdue_s`, `early`: see `events.Pull`."""
-        order = self._take(Pull(connection, overdue_s, early))
+    def pull(self, pull: Pull, codec: ChunkCodec) -> OutgoingFrame | None:
+        """The next chunk as a frame for the pulling connection, or None."""
+        order = self._take(pull)
         if order is None:
             return None
         encoded: _Encoded | None = None
@@ -272,10 +269,12 @@ class PushedTransfer:
                 if self._machine.ended is not None:
                     encoded = None
                 if encoded is not None:
-                    self._leaving[encoded.frame] = connection
+                    self._leaving[encoded.frame] = pull.connection
                     self._unsettled[order.chunk.index] = encoded.wire_bytes
                     self._link.sent(encoded.wire_bytes, encoded.codec)
-                    self._account.sent(order.chunk, encoded.wire_bytes, encoded.codec, connection, self._clock.now_s())
+                    self._account.sent(
+                        order.chunk, encoded.wire_bytes, encoded.codec, pull.connection, self._clock.now_s()
+                    )
             self._resolve()
         if encoded is None:
             return None

@@ -11,7 +11,7 @@ ACK, or NACK `early_refused`, and then it waits for ACCEPT. Should ACCEPT name a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from farfill.core.cluster import FallbackReason
@@ -48,12 +48,15 @@ from farfill.transfer.events import (
 from farfill.transfer.grid import ChunkGrid, unpack_bitmap
 
 EARLY_REFUSED = "early_refused"
+# No chunk is overdue sooner.
+OVERDUE_MIN_S = 1.0
 
 
 @dataclass(slots=True)
 class _InFlight:
     connection: int
     sent_s: float
+    patience_s: float
     early: bool
 
 
@@ -101,9 +104,11 @@ class SenderMachine:
             return False
         return self._accepted or (early and self._grid is not None and self._early_bytes >= self._next_bytes)
 
-    def has_overdue(self, connection: int, overdue_s: float, now_s: float) -> bool:
-        """Whether a Pull by `connection` would take over a chunk from one that is stuck."""
-        return self.ended is None and not self._pending and self._overdue(connection, overdue_s, now_s) is not None
+    def overdue_on(self, connection: int, now_s: float) -> frozenset[int]:
+        """The connections from which a Pull by `connection` would take over a chunk, should they be stuck."""
+        if self.ended is not None or self._pending:
+            return frozenset()
+        return frozenset(flight.connection for _, flight in self._overdue(connection, now_s))
 
     @property
     def inflight(self) -> int:
@@ -169,17 +174,18 @@ class SenderMachine:
         if self.has_chunks(early=pull.early):
             chunk = self._pending.popleft()
         else:
-            overdue = None if self._pending else self._overdue(pull.connection, pull.overdue_s, now_s)
-            if overdue is None:
+            overdue = () if self._pending or not pull.stuck else self._overdue(pull.connection, now_s)
+            stuck = next((chunk for chunk, flight in overdue if flight.connection in pull.stuck), None)
+            if stuck is None:
                 return []
-            chunk = overdue
+            chunk = stuck
             del self._inflight[chunk]
             self._attempts[chunk] += 1
             effects.append(Resent(chunk, "overdue"))
         early = not self._accepted
         if early:
             self._early_bytes -= self._nbytes(chunk)
-        self._inflight[chunk] = _InFlight(pull.connection, now_s, early)
+        self._inflight[chunk] = _InFlight(pull.connection, now_s, max(OVERDUE_MIN_S, pull.patience_s), early)
         self._sent_s = now_s
         attempt = self._attempts.setdefault(chunk, self._first_attempt)
         return [*effects, SendChunk(chunk, attempt, early), *self._check_finish(now_s)]
@@ -202,16 +208,17 @@ class SenderMachine:
         self._pending.appendleft(chunk)
         return [Resent(chunk, EARLY_REFUSED), *([ChunksReady()] if self._accepted else [])]
 
-    def _overdue(self, connection: int, overdue_s: float, now_s: float) -> int | None:
-        """The chunk longest in flight, if that is too long and elsewhere; each is taken over a few times only."""
+    def _overdue(self, connection: int, now_s: float) -> Iterator[tuple[int, _InFlight]]:
+        """Chunks that take longer elsewhere than was to be expected; each is taken over a few times only."""
         if not self._accepted:
-            return None
+            return
         for chunk, flight in self._inflight.items():
-            if now_s - flight.sent_s < overdue_s:
-                return None
-            if flight.connection != connection and self._attempts[chunk] <= self._limits.retry:
-                return chunk
-        return None
+            age_s = now_s - flight.sent_s
+            if age_s < OVERDUE_MIN_S:
+                return
+            late = age_s >= flight.patience_s and flight.connection != connection
+            if late and self._attempts[chunk] <= self._limits.retry:
+                yield chunk, flight
 
     def _ack(self, chunk: int, now_s: float) -> list[SenderEffect]:
         if self._grid is None or not 0 <= chunk < self._grid.num_chunks:

@@ -57,6 +57,9 @@ class Pool(Protocol):
     @property
     def unsent_bytes(self) -> int: ...
 
+    @property
+    def busy(self) -> bool: ...
+
     def transfer(self, key: bytes) -> PushedTransfer | None: ...
 
     def next_control(self, connection: int) -> OutgoingFrame | None: ...
@@ -116,7 +119,7 @@ class SenderSession(PeerSession):
 
     @property
     def busy(self) -> bool:
-        return bool(self._carried)
+        return self._pool.busy
 
     @property
     def unsent_bytes(self) -> int:

@@ -28,7 +28,8 @@ class PathSample:
     """What the kernel measured on one connection. Counters run from its beginning.
 
     `silent_s`: how long the other host has confirmed nothing although something is on its way; a host that is alive
-    but reads slowly confirms. `delivery_bytes_per_s`: the latest rate of arrival there.
+    but reads slowly confirms. `delivery_bytes_per_s`: the latest rate of arrival there. `confirmed_bytes`: what it has
+    confirmed.
     """
 
     rtt_s: float
@@ -37,6 +38,7 @@ class PathSample:
     delivery_bytes_per_s: float
     silent_s: float
     congestion: str
+    confirmed_bytes: int = 0
 
 
 class Channel(Protocol):

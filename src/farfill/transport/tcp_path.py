@@ -21,8 +21,8 @@ _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", None)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 # struct tcp_info of linux/tcp.h up to tcpi_delivery_rate: unacked, last_ack_recv (ms), rtt (us), total_retrans,
-# data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every kernel since 4.9.
-_INFO = Struct("=24xI28xI8xI28xI52xIQ")
+# bytes_acked, data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every kernel since 4.9.
+_INFO = Struct("=24xI28xI8xI28xI16xQ28xIQ")
 
 
 def tune(sock: socket.socket, *, choose_congestion: bool) -> None:
@@ -74,13 +74,14 @@ def sample_path(sock: socket.socket) -> PathSample | None:
         return None
     if len(info) < _INFO.size:
         return None
-    unacked, ack_age_ms, rtt_us, retransmits, segments, delivery_rate = _INFO.unpack(info)
+    unacked, ack_age_ms, rtt_us, retransmits, acked, segments, delivery_rate = _INFO.unpack(info)
     return PathSample(
         rtt_s=rtt_us / 1e6,
         segments_sent=segments,
         segments_resent=retransmits,
         delivery_bytes_per_s=float(delivery_rate),
         silent_s=ack_age_ms / 1e3 if unacked else 0.0,
+        confirmed_bytes=acked,
         congestion=congestion.split(b"\0", 1)[0].decode("ascii", "replace"),
     )
 

@@ -52,6 +52,7 @@ MANIFEST = build_manifest(LAYOUT, 3)
 LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, open_grace_s=0.5, retry=2, keepalive_s=0.5)
 CHUNK = 128 * 1024
 NONE_HELD = b"\0"
+BOTH = frozenset({0, 1})
 
 
 def sending(offered: tuple[int, ...] = (0, 1, 2)) -> SenderMachine:
@@ -196,12 +197,14 @@ class TestSender:
     def test_idle_connection_takes_over_what_is_stuck_on_another(self) -> None:
         machine = sending()
         for connection in (0, 0, 1):
-            machine.handle(Pull(connection), 0.0)
-        assert machine.handle(Pull(1, 1.0), 0.9) == []
-        assert machine.has_overdue(1, 1.0, 1.0)
-        assert not machine.has_overdue(0, 1.5, 1.0)
-        assert machine.handle(Pull(1, 1.0), 1.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
-        assert machine.handle(Pull(0, 1.0), 1.0) == [Resent(2, "overdue"), SendChunk(2, 1)], "not its own"
+            machine.handle(Pull(connection, 1.0), 0.0)
+        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 0.9) == []
+        assert machine.overdue_on(1, 0.9) == frozenset()
+        assert machine.overdue_on(1, 1.0) == {0}
+        assert machine.overdue_on(0, 1.0) == {1}
+        assert machine.handle(Pull(1, 1.0, stuck=frozenset({1})), 1.0) == [], "slow, but not stuck"
+        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 1.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
+        assert machine.handle(Pull(0, 1.0, stuck=BOTH), 1.0) == [Resent(2, "overdue"), SendChunk(2, 1)], "not its own"
         machine.handle(Accepted(CHUNK, NONE_HELD), 1.0)
         assert machine.handle(ConnectionLost(0), 1.0) == [SendControl(Control.RESUME)]
         assert machine.handle(Accepted(CHUNK, NONE_HELD), 1.0) == [
@@ -212,10 +215,17 @@ class TestSender:
 
     def test_chunk_is_taken_over_a_bounded_number_of_times_and_that_fails_nothing(self) -> None:
         machine = sending((0,))
-        machine.handle(Pull(0), 0.0)
-        taken = [machine.handle(Pull(1 + turn, 1.0), 10.0 * (1 + turn)) for turn in range(10)]
+        machine.handle(Pull(0, 1.0), 0.0)
+        everybody = frozenset(range(11))
+        taken = [machine.handle(Pull(1 + turn, 1.0, stuck=everybody), 10.0 * (1 + turn)) for turn in range(10)]
         assert sum(bool(effects) for effects in taken) == LIMITS.retry + 1
         assert machine.ended is None
+
+    def test_chunk_that_was_sent_behind_much_else_is_overdue_later(self) -> None:
+        machine = sending((0,))
+        machine.handle(Pull(0, 9.0), 0.0)
+        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 8.9) == []
+        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 9.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
 
     def test_retry_is_bounded_and_the_reason_tells_what_failed(self) -> None:
         machine = sending((0,))

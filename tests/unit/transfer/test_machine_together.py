@@ -68,6 +68,7 @@ MANIFEST = build_manifest(LAYOUT, 7)
 LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, open_grace_s=0.5, retry=3, keepalive_s=0.5)
 CHUNK_BYTES = 128 * 1024
 CONNECTIONS = 3
+EVERYBODY = frozenset(range(CONNECTIONS))
 
 
 @dataclass(frozen=True)
@@ -288,11 +289,11 @@ class World:
 
 ACTIONS = st.one_of(
     st.tuples(st.just("offer"), st.integers(0, len(MANIFEST.pieces) - 1)),
-    st.tuples(st.just("pull"), st.integers(0, CONNECTIONS - 1), st.sampled_from([math.inf, 0.4, 0.0])),
+    st.tuples(st.just("pull"), st.integers(0, CONNECTIONS - 1), st.sampled_from([math.inf, 0.4, 0.0]), st.booleans()),
     st.tuples(st.just("up"), st.integers(0, 30), st.sampled_from(["take", "keep", "corrupt", "cut"])),
     st.tuples(st.just("down"), st.integers(0, 30), st.sampled_from(["take", "keep", "drop"])),
     st.tuples(st.just("lose"), st.integers(0, CONNECTIONS - 1)),
-    st.tuples(st.just("wait"), st.floats(0.0, 0.6)),
+    st.tuples(st.just("wait"), st.floats(0.0, 1.2)),
     st.tuples(st.just("link"), st.booleans()),
     st.tuples(st.just("heard")),
 )
@@ -302,8 +303,9 @@ def act(world: World, action: tuple[Any, ...]) -> None:
     match action:
         case ("offer", piece):
             world.tell_sender(Offered((piece,)))
-        case ("pull", connection, overdue_s):
-            world.tell_sender(Pull(connection, overdue_s, early=True), connection)
+        case ("pull", connection, patience_s, take_over):
+            stuck = EVERYBODY if take_over else frozenset()
+            world.tell_sender(Pull(connection, patience_s, early=True, stuck=stuck), connection)
         case ("up", number, how) if world.up:
             _, message = entry = world.up[number % len(world.up)]
             if how != "keep":

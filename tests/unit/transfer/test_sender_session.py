@@ -28,6 +28,7 @@ class FakePool:
         self.config = config()
         self.liveness = liveness_of(self.config)
         self.samples: list[PathSample] = []
+        self.busy = False
         self.credits: list[tuple[int, EarlyGrant]] = []
 
     def connected(self, generation: str) -> None:
