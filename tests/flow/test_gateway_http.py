@@ -35,12 +35,56 @@ def assert_error(body: Any, *, code: str, param: str | None, contains: str = "")
     assert contains in body["error"]["message"]
 
 
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+SCHEMA_PARAM = "response_format.json_schema.schema"
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param", "contains"),
     [
         ({"temprature": 1}, "unknown_field", "temprature", "did you mean 'temperature'"),
-        ({"tools": [{"type": "function"}]}, "unsupported", "tools", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "unsupported", "response_format", "not supported"),
+        ({"tools": [{"type": "function"}]}, "invalid_request", "tools[0].function", "missing"),
+        ({"tools": [{"type": "web_search"}]}, "unsupported", "tools[0]", "web_search"),
+        ({"tools": TOOLS}, "unsupported", "tools", "takes no tools"),
+        ({"tools": TOOLS * 2}, "invalid_request", "tools", "same name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+            "invalid_request",
+            "tools[0].function.name",
+            "",
+        ),
+        ({"tools": TOOLS, "tool_choice": "any"}, "invalid_request", "tool_choice", "any"),
+        ({"tool_choice": "required"}, "invalid_request", "tool_choice", "needs tools"),
+        (
+            {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "invalid_request",
+            "tool_choice",
+            "'g'",
+        ),
+        ({"functions": [{"name": "f"}]}, "unsupported", "functions", "not supported"),
+        ({"response_format": {"type": "xml"}}, "unsupported", "response_format.type", "xml"),
+        ({"response_format": {"type": "json_schema"}}, "invalid_request", SCHEMA_PARAM, "missing"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}},
+            "grammar",
+            SCHEMA_PARAM,
+            "not",
+        ),
+        ({"guided_regex": "(?=a)"}, "grammar", "guided_regex", "look-around"),
+        ({"guided_json": "{"}, "invalid_request", "guided_json", "JSON schema"),
+        ({"guided_grammar": "start: nowhere"}, "grammar", "guided_grammar", "nowhere"),
+        ({"structured_outputs": {"choice": []}}, "invalid_request", "structured_outputs.choice", ""),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "invalid_request", "guided_choice", "give one"),
+        ({"bad_words": [" "]}, "invalid_request", "bad_words", "blank"),
+        ({"allowed_token_ids": []}, "invalid_request", "allowed_token_ids", "empty"),
+        ({"reasoning_effort": "high"}, "unsupported", "reasoning_effort", "no reasoning_effort"),
+        (
+            {"chat_template_kwargs": {"enable_thinking": 1}},
+            "invalid_request",
+            "chat_template_kwargs.enable_thinking",
+            "",
+        ),
         ({"audio": {"voice": "x"}}, "unsupported", "audio", ""),
         ({"temperature": "hot"}, "invalid_request", "temperature", "float"),
         ({"temperature": -1}, "invalid_request", "temperature", "between 0 and 2"),
@@ -60,7 +104,23 @@ def assert_error(body: Any, *, code: str, param: str | None, contains: str = "")
         ({"cache_salt": ""}, "invalid_request", "cache_salt", ""),
         ({"request_id": "a b"}, "invalid_request", "request_id", ""),
         ({"messages": []}, "invalid_request", "messages", "empty"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "unsupported", "messages[0].role", "tool"),
+        ({"messages": [{"role": "function", "content": "x"}]}, "unsupported", "messages[0].role", "function"),
+        (
+            {"messages": [{"role": "user", "content": "x", "tool_calls": [CALL]}]},
+            "invalid_request",
+            "messages[0].tool_calls",
+            "only an assistant",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{**CALL, "function": {"name": "f", "arguments": "["}}]}
+                ]
+            },
+            "invalid_request",
+            "messages[0].tool_calls[0].function.arguments",
+            "JSON",
+        ),
         ({"messages": [{"role": "user"}]}, "invalid_request", "messages[0].content", "missing"),
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "invalid_request", "messages[0]", "colour"),
         (

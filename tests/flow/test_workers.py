@@ -16,6 +16,7 @@ from support.transfer_harness import DECODE, PREFILL
 from support.worker_harness import CHUNK, RefusedError, TwoWorkers
 
 LENGTH = 5 * CHUNK + 7
+PREFIX_BYTES = 1 << 20
 
 
 async def remote(two: TwoWorkers, prompt: list[int], **options):
@@ -298,3 +299,59 @@ async def test_impossible_commands_are_refused(tmp_path: Path, token_ids, max_to
         with pytest.raises(RefusedError) as refused:
             await two.decode(token_ids, max_tokens=max_tokens)
         assert refused.value.status == 400
+
+
+async def test_what_decode_holds_of_a_prefix_is_not_sent(tmp_path: Path):
+    """A prompt that begins like an earlier one: only the rest travels, counted in bytes on the wire on both ends."""
+    async with TwoWorkers.running(tmp_path, prefix_cache_bytes=PREFIX_BYTES) as two:
+        prompt = two.prompt(LENGTH)
+        await two.decode(prompt[: 3 * CHUNK + 2])  # three whole chunks stay in decode's prefix cache
+        report, answer = await remote(two, prompt)
+        assert answer.tokens == two.expected(prompt)
+        assert answer.start.prefilled_at == "remote"
+        row_bytes, _ = two.row_bytes
+        missing = LENGTH - 1 - 3 * CHUNK
+        assert report.raw_bytes == answer.start.raw_bytes == missing * row_bytes
+        sent = two.metric(PREFILL, "farfill_transfer_wire_bytes_total")
+        assert (
+            sent == two.metric(DECODE, "farfill_transfer_wire_bytes_total") == report.wire_bytes == missing * row_bytes
+        )
+        assert answer.start.received_tokens == missing
+
+
+@pytest.mark.parametrize("length", [4 * CHUNK + 1, 4 * CHUNK + 2])
+async def test_prefix_held_whole_sends_only_what_is_not_there(tmp_path: Path, length: int):
+    """N-1 tokens are four whole chunks: nothing travels; one more token: that one alone."""
+    async with TwoWorkers.running(tmp_path, prefix_cache_bytes=PREFIX_BYTES) as two:
+        prompt = two.prompt(length)
+        await two.decode(prompt[: 4 * CHUNK + 1])
+        ticket = two.ticket(prompt)
+        answer = await two.decode(prompt, ticket) if length == 4 * CHUNK + 1 else (await remote(two, prompt))[1]
+        assert answer.tokens == two.expected(prompt)
+        row_bytes, _ = two.row_bytes
+        assert answer.start.raw_bytes == (length - 1 - 4 * CHUNK) * row_bytes
+        assert answer.start.prefilled_at == "remote"
+
+
+async def test_another_tenants_prefix_saves_nothing(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path, prefix_cache_bytes=PREFIX_BYTES) as two:
+        prompt = two.prompt(LENGTH)
+        await two.decode(prompt, cache_salt="one")
+        ticket = two.ticket(prompt)
+        report, answer = await asyncio.gather(
+            two.prefill(prompt, ticket, cache_salt="two"), two.decode(prompt, ticket, cache_salt="two")
+        )
+        assert answer.tokens == two.expected(prompt)
+        row_bytes, _ = two.row_bytes
+        assert report.raw_bytes == (LENGTH - 1) * row_bytes
+
+
+async def test_windows_travel_though_the_rows_before_them_are_held(tmp_path: Path):
+    """Windows of the end are of this prompt alone; what grows and is held at decode need not come."""
+    async with TwoWorkers.running(tmp_path, window_tokens=20, prefix_cache_bytes=PREFIX_BYTES) as two:
+        prompt = two.prompt(LENGTH)
+        await two.decode(prompt[: 3 * CHUNK + 2])
+        report, answer = await remote(two, prompt)
+        assert answer.tokens == two.expected(prompt)
+        full, window = two.row_bytes
+        assert report.raw_bytes == (LENGTH - 1 - 3 * CHUNK) * full + 20 * window

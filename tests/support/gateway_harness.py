@@ -112,13 +112,15 @@ async def running_gateway(
     folder: Path,
     *,
     context_tokens: int = 512,
-    chat_template: bool = True,
+    chat_template: bool | str = True,
     worker_tls: ssl.SSLContext | None = None,
     decode_tls: ssl.SSLContext | None = None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Harness]:
     """Start two stubs and a gateway; stop everything at the end."""
-    options: dict[str, Any] = {"context_tokens": context_tokens} | ({} if chat_template else {"chat_template": None})
+    options: dict[str, Any] = {"context_tokens": context_tokens}
+    if chat_template is not True:
+        options["chat_template"] = chat_template or None
     model_path = write_model_folder(folder / "model", **options)
     transfers = Transfers()
     decode = StubWorker("decode-near", Role.DECODE, transfers, tls=decode_tls)

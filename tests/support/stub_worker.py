@@ -106,6 +106,7 @@ class StubWorker:
     drop_connections: int = 0
     cached_tokens: int = 0
     texts: list[str] | None = None
+    finish_reason: str = "length"
     fail_after_events: int | None = None
     cut_after_events: int | None = None
     hold_before_start: asyncio.Event | None = None
@@ -236,7 +237,7 @@ class StubWorker:
                     index=index,
                     token_ids=[65 + i % 26],
                     text=text,
-                    finish_reason="length" if last else None,
+                    finish_reason=self.finish_reason if last else None,
                     logprobs=_logprobs(text, command.sampling.logprobs),
                 )
             if i == 0 and self.hold_after_first is not None:

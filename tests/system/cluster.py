@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from farfill.cli.child import Child
-from farfill.cli.local_cluster import DECODE, PREFILL, LocalPlan, cluster_values, merged
+from farfill.cli.local_cluster import DECODE, PREFILL, LocalPlan, cluster_values, merged  # noqa: F401 - for tests
 from farfill.cli.local_ports import HOST, free_ports
 from farfill.cli.pki import create_pki, members_of
 from farfill.config.load import LoadedConfig, load_config
@@ -25,7 +25,6 @@ from farfill.verify.scrape import Scraper, scraper
 
 START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 20.0
-_MEMBERS = {"registry": "registry", "gateway": "gateway", DECODE: "decode", PREFILL: "prefill"}
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # One thread a worker: each site has a core of its own, as on two machines. The breaker has tests of its own;
 # here far prefill is broken on purpose. A dead worker leaves the registry soon.
@@ -55,6 +54,7 @@ class Cluster:
         self.config_path = self.write_config("cluster.yaml", {})
         self.loaded: LoadedConfig = load_config(self.config_path)
         create_pki(folder / "pki", members_of(self.loaded.config), days=1)
+        self._workers = {name: str(worker.role) for name, worker in self.loaded.config.workers.items()}
         self._children: dict[str, Child] = {}
         self._logs: dict[str, list[Path]] = {}
 
@@ -71,18 +71,25 @@ class Cluster:
 
     def start(self) -> None:
         """Start everything and wait until the gateway knows all workers."""
-        for name in _MEMBERS:
+        for name in ("registry", "gateway", *self._workers):
             self.spawn(name)
-        self.wait_known({DECODE, PREFILL})
+        self.wait_known(set(self._workers))
 
-    def spawn(self, name: str, *, config: Path | None = None, role: str | None = None) -> None:
+    def spawn(
+        self,
+        name: str,
+        *,
+        config: Path | None = None,
+        role: str | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         """Start one member. `role` names the command where `name` is not a member's."""
-        command = [role or _MEMBERS[name], "--config", str(config or self.config_path)]
-        if name in (DECODE, PREFILL):
+        command = [role or self._workers.get(name, name), "--config", str(config or self.config_path)]
+        if name in self._workers:
             command += ["--name", name]
         logs = self._logs.setdefault(name, [])
         logs.append(self.folder / f"{name}.{len(logs)}.log")
-        self._children[name] = Child(name, command, logs[-1], _ENVIRONMENT)
+        self._children[name] = Child(name, command, logs[-1], {**_ENVIRONMENT, **(environment or {})})
 
     def pid(self, name: str) -> int:
         return self._children[name].pid
@@ -92,6 +99,10 @@ class Cluster:
         child = self._children.pop(name)
         child.signal(signal.SIGKILL)
         assert child.wait(STOP_DEADLINE_S)
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send `number` to one member."""
+        self._children[name].signal(number)
 
     def stop(self, name: str) -> int | None:
         """SIGTERM, and the exit status (that of SIGKILL when it did not stop in time)."""
@@ -110,13 +121,10 @@ class Cluster:
         """Wait until the gateway knows exactly these workers as ready."""
         self._wait(lambda known: set(known) == names, f"exactly {names}", url or self.url)
 
-    async def respawn(self, name: str) -> None:
-        """Start a member that is gone, and wait until the gateway knows its new life (not its old lease).
-
-        The wait is in a thread, the start is not: a child goes with the thread that started it.
-        """
+    async def respawn(self, name: str, *, environment: Mapping[str, str] | None = None) -> None:
+        """Start a member that is gone, and wait until the gateway knows its new life (not its old lease)."""
         old = _ready_workers(self.url).get(name)
-        self.spawn(name)
+        self.spawn(name, environment=environment)
         new_life = f"a new {name}"
         await asyncio.to_thread(self._wait, lambda known: known.get(name) not in (None, old), new_life, self.url)
 

@@ -1,4 +1,8 @@
-"""A role as a child process: own process group, output in a file, gone when its parent is gone."""
+"""A role as a child process: own process group, output in a file, gone when its parent is gone.
+
+Linux ties a child to the thread that forked it, not to the process. So all children are forked by one thread that
+lives as long as this process: whoever starts a child may end without ending it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 from farfill.config.paths import child_environment
 
@@ -23,16 +29,9 @@ class Child:
     def __init__(self, name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> None:
         self.name = name
         self.log_file = log_file
+        command = [sys.executable, "-m", "farfill.cli.main", *arguments]
         with log_file.open("wb") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "farfill.cli.main", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(environment),
-                start_new_session=True,
-                preexec_fn=_die_with_parent(),  # noqa: PLW1509 - forked before any thread is started
-            )
+            self._process = _forker.submit(_start, command, output, child_environment(environment)).result()
 
     @property
     def pid(self) -> int:
@@ -60,6 +59,22 @@ class Child:
     def tail(self) -> list[str]:
         """The last lines it wrote."""
         return self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+
+
+# Its one thread stays until the interpreter ends.
+_forker = ThreadPoolExecutor(1, thread_name_prefix="farfill-fork")
+
+
+def _start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        preexec_fn=_die_with_parent(),  # noqa: PLW1509 - it takes no lock: one system call, then exec
+    )
 
 
 def _die_with_parent() -> Callable[[], None] | None:

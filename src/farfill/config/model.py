@@ -135,6 +135,12 @@ class PrefillConfig(Section):
     )
 
 
+ToolParser = Literal[
+    "auto", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "kimi_k2"
+]
+ReasoningParser = Literal["auto", "none", "think", "mistral"]
+
+
 class ModelConfig(Section):
     name: str = Field(min_length=1, examples=["my-model"], description="Name clients use in the model field.")
     path: Path = Field(
@@ -143,6 +149,15 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Type of weights and KV cache."
+    )
+    tool_parser: ToolParser = Field(
+        default="auto",
+        description="How the model writes tool calls; auto: as its chat template teaches, none: tools are refused.",
+    )
+    reasoning_parser: ReasoningParser = Field(
+        default="auto",
+        description="Markers of reasoning, which is then told apart from the answer; auto: those of the chat template,"
+        " think: <think>, mistral: [THINK], none: all is content.",
     )
 
 

@@ -88,6 +88,7 @@ class Executor(Protocol):
         `layer_done(i)` is called, in order, as soon as this chunk's rows of the growing tensors of decoder layer i
         are final: `kv.read` may read them from then on, although `kv.tokens` counts them only when prefill returns.
         Windows and states are not final before that. What it raises ends the step, and prefill raises it.
+        It may call `decode` with other sequences: both steps then compute what they would compute alone.
         """
         ...
 

@@ -14,13 +14,16 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
 from farfill.core.errors import ConfigError, InvalidRequestError
 
-ChatMessage = Mapping[str, str]
+ChatMessage = Mapping[str, Any]
+
+_OWN_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
 class ChatTemplate:
@@ -28,26 +31,53 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises ConfigError when the template does not compile."""
+        self.source = source
         self._special_tokens = dict(special_tokens)
+        environment = _environment()
         try:
-            self._template = _environment().from_string(source)
+            self._template = environment.from_string(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool) -> str:
-        """The prompt text. Raises InvalidRequestError when the template refuses the messages."""
+    def render(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The prompt text; `variables` are what the client sets of the template's own switches.
+
+        Raises InvalidRequestError when the template refuses the messages or has no such switch.
+        """
+        self._check_variables(variables or {})
         try:
             return self._template.render(
-                messages=[dict(m) for m in messages],
-                add_generation_prompt=add_generation_prompt,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
+                **{
+                    **self._special_tokens,
+                    **(variables or {}),
+                    "messages": [dict(m) for m in messages],
+                    "add_generation_prompt": add_generation_prompt,
+                    "tools": None if tools is None else [dict(tool) for tool in tools],
+                    "documents": None,
+                }
             )
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages", reason="chat_template"
             ) from error
+
+    def _check_variables(self, variables: Mapping[str, Any]) -> None:
+        switches = self.variables - _OWN_VARIABLES - set(self._special_tokens)
+        for name in variables:
+            if name not in switches:
+                known = ", ".join(sorted(switches)) or "none"
+                raise InvalidRequestError(
+                    f"this model's chat template has no switch {name!r}; it has: {known}",
+                    param=f"chat_template_kwargs.{name}",
+                )
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,13 @@ class LoadedTokenizer:
         return self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
     def encode_chat(
-        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True, add_special_tokens: bool = False
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        add_generation_prompt: bool = True,
+        add_special_tokens: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of the rendered messages; the template itself writes the special tokens."""
         if self.chat_template is None:
@@ -54,7 +60,9 @@ class LoadedTokenizer:
                 param="messages",
                 reason="no_chat_template",
             )
-        text = self.chat_template.render(messages, add_generation_prompt=add_generation_prompt)
+        text = self.chat_template.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
         return self.encode(text, add_special_tokens=add_special_tokens)
 
     def token_text(self, token_id: int) -> str | None:

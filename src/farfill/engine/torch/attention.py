@@ -1,90 +1,155 @@
 """Attention for many sequences at once without padding, masks or copies.
 
-A decode step runs the model's linear layers on all sequences together ([B, 1] tokens); only attention is done
-sequence by sequence, each over its own KV buffer. The model calls `BatchCache.update` and hands what it returns
-to the attention function registered here. Prefill of one sequence takes transformers' own `sdpa` path.
+A ragged step (see `step`) runs the model's linear layers on all sequences together ([B, 1] tokens); only attention
+is done sequence by sequence, each over its own KV buffer. Everything else, prefill of one sequence above all, takes
+the attention of transformers that the model would use by itself: `sdpa`, or the model's own explicit formula where
+sdpa cannot do what it needs (sinks, soft-capping).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 
 from farfill.core.errors import ModelUnsupportedError
-from farfill.engine.torch.kv import TorchKV
+from farfill.engine.torch.step import RaggedRows
 
-IMPLEMENTATION = "farfill"
+# Names known to transformers: over its sdpa, or over the model's own formula ("eager" there).
+SDPA, EXPLICIT = "farfill", "farfill_explicit"
 
-# What models pass besides the tensors; anything else could change the result, so it is refused.
-_KNOWN_ARGUMENTS = frozenset(
-    {"dropout", "is_causal", "sliding_window", "position_ids", "use_cache", "cache", "output_attentions", "softcap"}
+# What models pass besides the tensors and may not change the result of a ragged step; anything else is refused.
+_HARMLESS = frozenset(
+    {
+        "cache",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_router_logits",
+        "position_ids",
+        "sliding_window",
+        "use_cache",
+    }
 )
 
-
-class BatchRows(list[torch.Tensor]):
-    """Keys or values of one layer, one [1, heads, tokens, dim] tensor a sequence."""
-
-
-class BatchCache(Cache):
-    """The `cache=` of a decode step: row i of the batch belongs to sequence i."""
-
-    def __init__(self, sequences: Sequence[TorchKV]) -> None:
-        super().__init__(layers=sequences[0].layers)
-        self._sequences = sequences
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Any, Any]:
-        """Append row i of [B, heads, 1, dim] to sequence i; everything each may look at."""
-        all_keys, all_values = BatchRows(), BatchRows()
-        for row, sequence in enumerate(self._sequences):
-            layer = sequence.layer(layer_idx)
-            keys, values = layer.update(key_states.narrow(0, row, 1), value_states.narrow(0, row, 1))
-            all_keys.append(keys)
-            all_values.append(values)
-        return all_keys, all_values
+# Tokens of each sequence in the ragged step this thread is in, the new one included.
+_ragged_tokens: ContextVar[Sequence[int] | None] = ContextVar("ragged_tokens", default=None)
 
 
-def batch_attention(  # noqa: PLR0917 (transformers calls it so)
+@contextmanager
+def ragged_step(tokens: Sequence[int]) -> Iterator[None]:
+    """Within, attention is ragged; `tokens` counts each sequence's, the new one included."""
+    token = _ragged_tokens.set(tokens)
+    try:
+        yield
+    finally:
+        _ragged_tokens.reset(token)
+
+
+def register() -> None:
+    """Make `attn_implementation=SDPA` and `=EXPLICIT` known to transformers. Idempotent."""
+    AttentionInterface.register(SDPA, _attention_over_sdpa)
+    AttentionInterface.register(EXPLICIT, _attention_over_explicit)
+    AttentionMaskInterface.register(SDPA, _mask_over_sdpa)
+    AttentionMaskInterface.register(EXPLICIT, _mask_over_explicit)
+
+
+def _attention_over_sdpa(
+    module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    """`query` [B, heads, q, dim] over each sequence's KV; [B, q, heads, dim]."""
+    if _ragged_tokens.get() is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    return _ragged_attention(module, query, key, value, **kwargs), None
+
+
+def _attention_over_explicit(
+    module: torch.nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, Any]:
+    if _ragged_tokens.get() is None:
+        formula = sys.modules[type(module).__module__].eager_attention_forward  # pyright: ignore[reportAttributeAccessIssue]
+        return formula(module, query, key, value, attention_mask, **kwargs)
+    return _ragged_attention(module, query, key, value, **kwargs), None
+
+
+def _mask_over_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """No mask in a ragged step, whose tokens may look at everything they are given."""
+    return None if _ragged_tokens.get() is not None else sdpa_mask(*args, **kwargs)
+
+
+def _mask_over_explicit(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    return None if _ragged_tokens.get() is not None else eager_mask(*args, **kwargs)
+
+
+def _ragged_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: Any,
     value: Any,
-    attention_mask: torch.Tensor | None,
+    *,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """`query` [B, heads, q, dim] over each sequence's KV; [B, q, heads, dim]."""
-    unknown = [name for name, given in kwargs.items() if given is not None and name not in _KNOWN_ARGUMENTS]
-    if unknown or kwargs.get("softcap") is not None:
-        raise ModelUnsupportedError(f"{type(module).__name__} needs attention with {', '.join(unknown) or 'softcap'}")
-    if not isinstance(key, BatchRows):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+) -> torch.Tensor:
+    unknown = [name for name, given in kwargs.items() if given is not None and name not in _HARMLESS]
+    if unknown:
+        raise ModelUnsupportedError(f"{type(module).__name__} needs attention with {', '.join(unknown)}")
     batch, heads, _, dim = query.shape
-    kv_heads = key[0].shape[1]
+    keys, values = _split(key), _split(value)
+    kv_heads = keys[0].shape[1]
     # One query token: the heads that share a KV head become its query rows, so KV is never repeated.
     packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    outputs = [
-        scaled_dot_product_attention(packed.narrow(0, row, 1), key[row], value[row], scale=scaling)
-        for row in range(batch)
-    ]
+    if softcap is None and s_aux is None:
+        outputs = [
+            scaled_dot_product_attention(packed.narrow(0, row, 1), keys[row], values[row], scale=scaling)
+            for row in range(batch)
+        ]
+    else:
+        formula = _Explicit(dim**-0.5 if scaling is None else scaling, softcap, s_aux)
+        outputs = [formula(packed.narrow(0, row, 1), keys[row], values[row]) for row in range(batch)]
     output = torch.cat(outputs) if batch > 1 else outputs[0]
-    return output.reshape(batch, 1, heads, output.shape[-1]), None
+    return output.reshape(batch, 1, heads, output.shape[-1])
 
 
-def batch_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """No mask for single tokens, which may look at everything they are given; transformers' own otherwise."""
-    return None if kwargs["q_length"] == 1 else sdpa_mask(*args, **kwargs)
+def _split(rows: Any) -> Sequence[torch.Tensor]:
+    """One tensor a sequence, without the empty rows of a padded one."""
+    if isinstance(rows, RaggedRows):
+        return rows
+    tokens = _ragged_tokens.get()
+    assert tokens is not None
+    return [rows[row : row + 1, :, :count] for row, count in enumerate(tokens)]
 
 
-def register() -> None:
-    """Make `attn_implementation="farfill"` known to transformers. Idempotent."""
-    AttentionInterface.register(IMPLEMENTATION, batch_attention)
-    AttentionMaskInterface.register(IMPLEMENTATION, batch_mask)
+@dataclass(frozen=True, slots=True)
+class _Explicit:
+    """Attention by its formula, for what sdpa cannot do: soft-capped scores, and sinks.
+
+    A head's sink takes its share of the softmax and gives nothing (gpt-oss).
+    """
+
+    scale: float
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """`query` [1, kv heads, group, dim] over [1, kv heads, tokens, dim]."""
+        scores = torch.matmul(query, key.transpose(2, 3)) * self.scale
+        if self.softcap is not None:
+            scores = torch.tanh(scores / self.softcap) * self.softcap
+        if self.sinks is None:
+            weights = torch.softmax(scores.float(), dim=-1)
+        else:
+            # Laid out as the query is: KV head by KV head, then the heads that share it.
+            sink = self.sinks.reshape(1, query.shape[1], query.shape[2], 1).to(scores.dtype)
+            weights = torch.softmax(torch.cat([scores, sink], dim=-1).float(), dim=-1)[..., :-1]
+        return torch.matmul(weights.to(value.dtype), value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -10,24 +11,35 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from farfill.core.errors import ModelUnsupportedError
 from farfill.core.layout import KVLayout
-from farfill.engine.executor import SequenceKV
-from farfill.engine.torch.attention import BatchCache
-from farfill.engine.torch.host import trim_memory
+from farfill.engine.executor import Capabilities, SequenceKV
+from farfill.engine.torch.attention import ragged_step
+from farfill.engine.torch.host import pin_thread, trim_memory
 from farfill.engine.torch.kv import KVSpec, TorchKV
+from farfill.engine.torch.step import StepCache
 
 
 class TorchExecutor:
-    """Implements `engine.executor.Executor` with a transformers causal language model."""
+    """Implements `engine.executor.Executor` with a transformers causal language model.
 
-    def __init__(self, model: Any, spec: KVSpec) -> None:
+    `capabilities` may be set between steps: they decide how a batch is decoded. `cpus` are those the thread that
+    computes, and the threads it starts, may run on; none: any.
+    """
+
+    def __init__(self, model: Any, spec: KVSpec, *, cpus: frozenset[int] = frozenset()) -> None:
+        self.capabilities = Capabilities()
         self._model = model
+        self._decoder = decoder_of(model)
         self._spec = spec
+        self._step_class = _step_class(model)
+        self._takes_positions = "position_ids" in inspect.signature(self._decoder.forward).parameters
+        self._cpus = cpus
         self.on_progress: Callable[[], None] = lambda: None
-        self._layer_done: Callable[[int], None] | None = None
+        self._after_layer: Callable[[int], None] | None = None
         # A chunk may take longer than peers put up with silence; a layer does not.
-        for index, layer in enumerate(getattr(model.base_model, "layers", ())):
-            layer.register_forward_hook(partial(self._after_layer, index))
+        for index, layer in enumerate(self._decoder.layers):
+            layer.register_forward_hook(partial(self._layer_ran, index))
 
     @property
     def layout(self) -> KVLayout:
@@ -48,37 +60,118 @@ class TorchExecutor:
     ) -> None:
         """Add the KV of one prefill chunk. Runs the model without its head."""
         assert isinstance(kv, TorchKV)
-        self._layer_done = layer_done
+        self._pin()
+        cache = self._step_class([kv], ragged=False)
+        end = kv.tokens + len(token_ids)
+        outlet = None if layer_done is None else _LayerOutlet(kv, end, layer_done)
+        self._after_layer = None if outlet is None else outlet.layer_ran
         try:
-            self._prefill(kv, token_ids)
+            self._run(self._decoder, [token_ids], [kv.tokens], cache)
         finally:
-            self._layer_done = None
-
-    def _prefill(self, kv: TorchKV, token_ids: Sequence[int]) -> None:
-        start = kv.tokens
-        ids = torch.tensor([list(token_ids)], device=self._spec.device)
-        positions = torch.arange(start, start + len(token_ids), device=self._spec.device).unsqueeze(0)
-        self._model.base_model(input_ids=ids, position_ids=positions, cache=kv, use_cache=True)
-        kv.advance(len(token_ids))
+            self._after_layer = None
+        if outlet is not None:
+            outlet.step_ran()
+        cache.commit(len(token_ids))
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
-        """Add one token to each sequence; logits (len(rows), vocab_size)."""
-        sequences = [kv for kv, _ in rows if isinstance(kv, TorchKV)]
-        assert len(sequences) == len(rows)
-        device = self._spec.device
-        ids = torch.tensor([[token] for _, token in rows], device=device)
-        positions = torch.tensor([[kv.tokens] for kv in sequences], device=device)
-        out = self._model(input_ids=ids, position_ids=positions, cache=BatchCache(sequences), use_cache=True)
-        for kv in sequences:
-            kv.advance(1)
-        return out.logits[:, -1].float().cpu().numpy()
-
-    def _after_layer(self, index: int, *_: object) -> None:
-        self.on_progress()
-        if self._layer_done is not None:
-            self._layer_done(index)
+        """Add one token to each sequence; logits (len(rows), vocab_size). All sequences move on, or none."""
+        # It may run inside a prefill step, between two layers of that.
+        after_layer, self._after_layer = self._after_layer, None
+        try:
+            return self._decode(rows)
+        finally:
+            self._after_layer = after_layer
 
     def idle(self) -> None:
         """Give freed heap pages back to the operating system."""
         trim_memory()
+
+    def _decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
+        sequences = [kv for kv, _ in rows if isinstance(kv, TorchKV)]
+        assert len(sequences) == len(rows)
+        self._pin()
+        tokens = [token for _, token in rows]
+        if self.capabilities.merged_decode:
+            caches = [self._step_class(sequences, ragged=True)]
+            with ragged_step([kv.tokens + 1 for kv in sequences]):
+                logits = self._next_logits([[token] for token in tokens], sequences, caches[0])
+        else:
+            caches = [self._step_class([kv], ragged=False) for kv in sequences]
+            parts = [
+                self._next_logits([[token]], cache.sequences, cache)
+                for token, cache in zip(tokens, caches, strict=True)
+            ]
+            logits = np.concatenate(parts)
+        for cache in caches:
+            cache.commit(1)
+        return logits
+
+    def _next_logits(
+        self, token_ids: Sequence[Sequence[int]], sequences: Sequence[TorchKV], cache: StepCache
+    ) -> npt.NDArray[np.float32]:
+        out = self._run(self._model, token_ids, [kv.tokens for kv in sequences], cache)
+        return out.logits[:, -1].float().cpu().numpy()
+
+    def _run(self, net: Any, token_ids: Sequence[Sequence[int]], starts: Sequence[int], cache: StepCache) -> Any:
+        """A forward pass over `token_ids` [batch, q], row i at positions from `starts[i]` on."""
+        ids = torch.tensor([list(row) for row in token_ids], device=self._spec.device)
+        if not self._takes_positions:
+            return net(input_ids=ids, cache=cache, use_cache=True)
+        first = torch.tensor(starts, device=self._spec.device).unsqueeze(1)
+        positions = first + torch.arange(ids.shape[1], device=self._spec.device)
+        return net(input_ids=ids, position_ids=positions, cache=cache, use_cache=True)
+
+    def _layer_ran(self, index: int, *_: object) -> None:
+        self.on_progress()
+        if self._after_layer is not None:
+            self._after_layer(index)
+
+    def _pin(self) -> None:
+        """The thread that computes is known from its first step on."""
+        if self._cpus:
+            pin_thread(self._cpus)
+            self._cpus = frozenset()
+
+
+class _LayerOutlet:
+    """Tells of the layers of one prefill step, in order, once their rows can be read.
+
+    On a device of its own, a layer is told of when the next one has been queued: reading it then waits while the
+    device has something to do.
+    """
+
+    def __init__(self, kv: TorchKV, end: int, layer_done: Callable[[int], None]) -> None:
+        self._kv = kv
+        self._start, self._end = kv.tokens, end
+        self._layer_done = layer_done
+        self._waiting: list[int] = []
+
+    def layer_ran(self, index: int) -> None:
+        """The rows of layer `index` were written, or will be by what the device was told."""
+        self._kv.stage(index, self._start, self._end)
+        self._waiting.append(index)
+        if len(self._waiting) > self._kv.spec.staged:
+            self._layer_done(self._waiting.pop(0))
+
+    def step_ran(self) -> None:
+        """No more layers come."""
+        for index in self._waiting:
+            self._layer_done(index)
+
+
+def decoder_of(model: Any) -> Any:
+    """The model without its head: `base_model` for most; some name theirs differently from what that looks for."""
+    candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
+    found = next((candidate for candidate in candidates if hasattr(candidate, "layers")), None)
+    if found is None:
+        raise ModelUnsupportedError(f"{type(model).__name__} has no list of decoder layers")
+    return found
+
+
+def _step_class(model: Any) -> type[StepCache]:
+    if model.config.model_type != "minimax":
+        return StepCache
+    from farfill.engine.torch.minimax import MiniMaxStepCache
+
+    return MiniMaxStepCache

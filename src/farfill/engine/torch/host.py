@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from collections.abc import Callable
 from functools import cache
@@ -29,3 +30,9 @@ def set_threads(threads: int) -> None:
     """Use `threads` CPU threads inside one step; 0 leaves torch's default, one a core."""
     if threads:
         torch.set_num_threads(threads)
+
+
+def pin_thread(cpus: frozenset[int]) -> None:
+    """Let the calling thread, and the threads torch starts from it, run on `cpus` only, where that can be asked for."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)

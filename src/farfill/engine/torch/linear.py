@@ -11,6 +11,7 @@ last chunks would fill memory with it. So numbers above `_EXACT_ROWS` are rounde
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ class PackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         weight, bias = linear.weight.detach(), linear.bias
-        self._bias = None if bias is None else bias.detach()
+        # Some models ask a layer's weight for its type; this one has no numbers, so nobody can compute with it.
+        self.weight = weight.to("meta")
+        self.bias = None if bias is None else bias.detach()
         self._parts = [(start, end, _pack(weight[:, start:end])) for start, end in _cut(self.in_features)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +53,7 @@ class PackedLinear(nn.Module):
         """The product, its parts added up in order."""
         product: Any = torch.ops.mkldnn._linear_pointwise
         _, end, weight = self._parts[0]
-        y = product(x if len(self._parts) == 1 else x[..., :end], weight, self._bias, "none", [], "")
+        y = product(x if len(self._parts) == 1 else x[..., :end], weight, self.bias, "none", [], "")
         for start, end, weight in self._parts[1:]:
             y = product.binary(x[..., start:end], y, weight, None, "add")
         return y
@@ -64,13 +67,19 @@ def padded_rows(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def pack_linears(net: nn.Module) -> int:
-    """Replace every plain `nn.Linear` in `net` whose type this processor multiplies well; how many there were."""
+def pack_linears(net: nn.Module, called: Collection[nn.Module] = ()) -> int:
+    """Replace every plain `nn.Linear` in `net` whose type this processor multiplies well; how many there were.
+
+    `called` are the modules that ran in some pass. A layer that did not run although the one around it did has its
+    weight read by that one, so it stays as it is.
+    """
     if not torch.backends.mkldnn.is_available():
         return 0
     packed = 0
     for module in list(net.modules()):
         for name, child in list(module.named_children()):
+            if module in called and child not in called:
+                continue
             if type(child) is nn.Linear and child.weight.device.type == "cpu" and _is_fast(child.weight.dtype):
                 setattr(module, name, PackedLinear(child))
                 packed += 1

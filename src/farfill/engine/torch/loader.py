@@ -10,30 +10,46 @@ from typing import Any
 import blake3
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
+from farfill.config.paths import cache_dir
 from farfill.core.errors import ConfigError
 from farfill.core.layout import KVLayout
-from farfill.engine.local import EngineLimits, LocalEngine
+from farfill.engine.limits import EngineLimits
+from farfill.engine.local import LocalEngine
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import EngineInfo
 from farfill.engine.torch import attention
 from farfill.engine.torch.executor import TorchExecutor
 from farfill.engine.torch.host import set_threads
 from farfill.engine.torch.kv import KVSpec
-from farfill.engine.torch.layout import derive_layout
+from farfill.engine.torch.layout import ModelShape, derive_shape, require_known
 from farfill.engine.torch.linear import pack_linears
-from farfill.engine.torch.selfcheck import ModelCheck
+from farfill.engine.torch.mamba1 import fix_continuation
+from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
 
-ENGINE_VERSION = "torch-1"
+ENGINE_VERSION = "torch-2"
 
 _REQUIRED = ("config.json", "tokenizer.json")
 _IDENTITY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 # Keys of config.json that say where a file came from, not what the model computes.
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
+# A model without positions goes on for ever; something has to bound what one request may ask for.
+_UNBOUNDED_TOKENS = 1 << 20
 _MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How to run a model: torch device, attention ("auto", "sdpa" or "eager"), CPUs to run on (none: any), and every
+    how many prefill chunks windows and states are exported (0: only at the prompt's end)."""
+
+    device: str = "cpu"
+    attention: str = "auto"
+    cpus: frozenset[int] = frozenset()
+    checkpoint_every_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,36 +69,62 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
             f"({engine.kv_cache_mb}), which it is a part of"
         )
     set_threads(engine.threads)
-    loaded = load_model(base_dir / model.path, model, prefill.chunked_prefill_tokens, engine.device)
+    options = LoadOptions(device=engine.device, checkpoint_every_chunks=prefill.checkpoint_every_chunks)
+    loaded = load_model(base_dir / model.path, model, prefill.chunked_prefill_tokens, options)
     prefix_bytes = engine.prefix_cache_mb * _MIB
     info = replace(loaded.info, kv_total_bytes=engine.kv_cache_mb * _MIB - prefix_bytes)
-    limits = EngineLimits(max_batch=engine.max_batch, max_queue=engine.max_queue, prefix_cache_bytes=prefix_bytes)
+    limits = EngineLimits(
+        max_batch=engine.max_batch,
+        max_queue=engine.max_queue,
+        prefix_cache_bytes=prefix_bytes,
+        step_token_budget=engine.step_token_budget,
+        # Only where pages are given out when they are written is room for later tokens free.
+        output_reserve_tokens=engine.output_reserve_tokens if engine.device == "cpu" else None,
+        prefix_ttl_s=engine.prefix_ttl_s,
+    )
     return LocalEngine(info, loaded.executor, loaded.vocabulary, limits)
 
 
-def load_model(folder: Path, model: ModelConfig, prefill_chunk_tokens: int, device: str = "cpu") -> LoadedModel:
+def load_model(
+    folder: Path, model: ModelConfig, prefill_chunk_tokens: int, options: LoadOptions | None = None
+) -> LoadedModel:
     """Weights, layout and tokenizer of `folder`, checked against a plain forward pass."""
+    options = options or LoadOptions()
     _require_files(folder)
+    require_known(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
     attention.register()
-    net = _load_weights(folder, model.dtype, device)
-    layout = derive_layout(net, prefill_chunk_tokens)
-    executor = TorchExecutor(net, KVSpec(layout, net.device))
-    config = net.config.get_text_config()
+    net = _load_weights(folder, model.dtype, options)
+    fix_continuation(net)
+    shape = derive_shape(net, prefill_chunk_tokens)
+    if not shape.layout.resumable:
+        shape = replace(shape, layout=replace(shape.layout, checkpoint_every_chunks=options.checkpoint_every_chunks))
+    spec = KVSpec(shape.layout, net.device, num_layers=shape.num_layers, chunked=shape.chunked)
+    executor = TorchExecutor(net, spec, cpus=options.cpus)
     vocab_size = net.get_output_embeddings().weight.shape[0]
-    check = ModelCheck(net)
-    pack_linears(net)
-    check.run(executor)
+    mark = fingerprint(folder, shape.layout, model.dtype)
+    _check(net, executor, shape, CheckMemory(cache_dir() / "model-checks", mark, (options.device, options.attention)))
     info = EngineInfo(
         engine="torch",
         model=model.name,
-        fingerprint=fingerprint(folder, layout, model.dtype),
-        layout=layout,
-        max_context_tokens=config.max_position_embeddings,
+        fingerprint=mark,
+        layout=shape.layout,
+        max_context_tokens=getattr(net.config.get_text_config(), "max_position_embeddings", _UNBOUNDED_TOKENS),
         vocab_size=vocab_size,
         kv_total_bytes=0,
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return LoadedModel(info, executor, Vocabulary.of(tokenizer, _eos_ids(net), info.vocab_size))
+
+
+def _check(net: Any, executor: TorchExecutor, shape: ModelShape, memory: CheckMemory) -> None:
+    """Pack the linear layers, and find out what the result can do or recall it."""
+    found = memory.recall()
+    check = ModelCheck(net) if found is None else None
+    pack_linears(net, shape.called)
+    if check is not None:
+        memory.remember(check.run(executor))
+    elif found is not None:
+        executor.capabilities = found
 
 
 def fingerprint(folder: Path, layout: KVLayout, dtype: str) -> str:
@@ -109,17 +151,20 @@ def _require_files(folder: Path) -> None:
         )
 
 
-def _load_weights(folder: Path, dtype: str, device: str) -> Any:
+def _load_weights(folder: Path, dtype: str, options: LoadOptions) -> Any:
     logging.disable_progress_bar()
     # A model folder is complete; asking the hub for what is missing would only hide that.
     net: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
-        attn_implementation=attention.IMPLEMENTATION,
+        attn_implementation=attention.SDPA,
         local_files_only=True,
         use_safetensors=True,
     )
-    return net.to(torch.device(device)).eval()
+    explicit = not net._supports_sdpa or getattr(net.config.get_text_config(), "attn_logit_softcapping", None)
+    if options.attention == "eager" or (options.attention == "auto" and explicit):
+        net.set_attn_implementation(attention.EXPLICIT)
+    return net.to(torch.device(options.device)).eval()
 
 
 def _eos_ids(net: Any) -> frozenset[int]:

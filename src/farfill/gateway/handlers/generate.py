@@ -14,21 +14,22 @@ from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.errors import DeadlineError, error_response, internal_error
 from farfill.gateway.handlers.body import read_body
+from farfill.gateway.handlers.conversation import Conversations
 from farfill.gateway.handlers.request_id import REQUEST_ID, adopt_request_id
 from farfill.gateway.handlers.track import Endpoint, RequestTracker
+from farfill.gateway.openai.assistant import AssistantParser, NewParser
 from farfill.gateway.openai.chat import ChatRenderer
 from farfill.gateway.openai.completions import CompletionRenderer
-from farfill.gateway.openai.messages import template_messages
 from farfill.gateway.openai.render import Renderer, Rendering
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, parse, parse_prompts
-from farfill.gateway.openai.sampling import COMPLETION_MAX_TOKENS, chat_sampling, check_token_ids, completion_sampling
+from farfill.gateway.openai.sampling import COMPLETION_MAX_TOKENS, check_token_ids
 from farfill.gateway.pipeline.authenticate import Caller, authenticate
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.hash import hash_prompt
 from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
 from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
-from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_chat, tokenize_text
+from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_text
 from farfill.gateway.service import GatewayService
 from farfill.policy.offload import Forced
 
@@ -38,13 +39,14 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What to generate from: token ids of each prompt, its text where it is echoed, and how to sample."""
+    """Token ids of each prompt, its text where it is echoed, how to sample, and how to read the answer of a chat."""
 
     token_ids: list[list[int]]
     echo_texts: list[str]
     sampling: SamplingParams
     demanded_tokens: int | None
     default_tokens: int | None
+    new_parser: NewParser = AssistantParser
 
 
 class GenerateHandler:
@@ -54,6 +56,7 @@ class GenerateHandler:
         self._service = service
         self._config = service.deps.config
         self._model = service.deps.model
+        self._conversations = Conversations(service.pool, service.deps.model, service.deps.config.model)
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -162,18 +165,16 @@ class GenerateHandler:
     async def _tokenize(self, body: ChatBody | CompletionBody) -> Prompts:
         pool, model = self._service.pool, self._model
         if isinstance(body, ChatBody):
-            sampling, demanded = chat_sampling(body, model.vocab_size)
-            ids = await tokenize_chat(
-                pool,
-                model,
-                template_messages(body.messages),
-                add_generation_prompt=body.add_generation_prompt is not False,
-                add_special_tokens=bool(body.add_special_tokens),
-            )
+            chat = await self._conversations.chat(body)
             return Prompts(
-                token_ids=[ids], echo_texts=[], sampling=sampling, demanded_tokens=demanded, default_tokens=None
+                token_ids=[chat.token_ids],
+                echo_texts=[],
+                sampling=chat.sampling,
+                demanded_tokens=chat.demanded_tokens,
+                default_tokens=None,
+                new_parser=chat.new_parser,
             )
-        sampling, demanded = completion_sampling(body, model.vocab_size)
+        sampling, demanded = await self._conversations.completion_sampling(body)
         given = parse_prompts(body.prompt)
         if len(given) > MAX_PROMPTS:
             raise InvalidRequestError(f"{len(given)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
@@ -220,7 +221,9 @@ class GenerateHandler:
             include_usage=include_usage,
             echo_texts=tuple(prompts.echo_texts),
         )
-        return (ChatRenderer if isinstance(body, ChatBody) else CompletionRenderer)(rendering), include_usage
+        if isinstance(body, ChatBody):
+            return ChatRenderer(rendering, prompts.new_parser), include_usage
+        return CompletionRenderer(rendering), include_usage
 
 
 class _Exchange:

@@ -11,9 +11,9 @@ import farfill
 from farfill.core.cluster import Role
 from farfill.core.errors import InvalidRequestError
 from farfill.gateway.handlers.body import read_body
-from farfill.gateway.openai.messages import template_messages
+from farfill.gateway.handlers.conversation import Conversations
 from farfill.gateway.openai.requests import DetokenizeBody, TokenizeBody, parse
-from farfill.gateway.pipeline.tokenize import detokenize, tokenize_chat, tokenize_text
+from farfill.gateway.pipeline.tokenize import detokenize, tokenize_text
 from farfill.gateway.service import GatewayService
 
 MAX_WAIT_S = 60.0
@@ -26,6 +26,7 @@ class InfoHandler:
         self._service = service
         self._config = service.deps.config
         self._model = service.deps.model
+        self._conversations = Conversations(service.pool, service.deps.model, service.deps.config.model)
         self._started_unix_s = int(service.deps.clock.unix_s())
 
     def routes(self) -> list[web.RouteDef]:
@@ -73,13 +74,7 @@ class InfoHandler:
         if body.messages is None:
             special = body.add_special_tokens is not False
             return await tokenize_text(self._service.pool, self._model, body.prompt or "", add_special_tokens=special)
-        return await tokenize_chat(
-            self._service.pool,
-            self._model,
-            template_messages(body.messages),
-            add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
-        )
+        return await self._conversations.prompt_of(body)
 
     async def _alive(self, _: web.Request) -> web.Response:
         return _json({"status": "ok"})

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from farfill.gateway.openai.assistant import AssistantParser, NewParser
+from farfill.gateway.openai.call_parser import CallDelta
 from farfill.gateway.openai.render import (
     ChoiceResult,
     Rendering,
@@ -35,15 +37,48 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
     refusal: None = None
 
 
+class Function(msgspec.Struct, kw_only=True):
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class Message(msgspec.Struct, kw_only=True):
+    """`content` is null when there are only calls; `reasoning_content` is there for models that reason."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
+    reasoning_content: str | UnsetType | None = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
     refusal: None = None
+
+
+class FunctionDelta(msgspec.Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(msgspec.Struct, kw_only=True):
+    """The first of a call has id, type and name; the arguments of all are to be joined."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: FunctionDelta
 
 
 class Delta(msgspec.Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -88,8 +123,10 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 class ChatRenderer:
     """`Renderer` of chat completions. A chat request has exactly one prompt."""
 
-    def __init__(self, rendering: Rendering) -> None:
+    def __init__(self, rendering: Rendering, new_parser: NewParser) -> None:
         self._r = rendering
+        self._new_parser = new_parser
+        self._parsers: dict[int, AssistantParser] = {}
         self._id = f"chatcmpl-{rendering.request_id}"
 
     def begin(self, index: int) -> bytes:
@@ -98,13 +135,20 @@ class ChatRenderer:
         return self._chunk([choice], self._r.chunk_usage, ids)
 
     def chunk(self, index: int, event: TokensEvent) -> bytes:
-        if nothing_new(event, self._r.return_token_ids):
+        parser = self._parsers.setdefault(index, self._new_parser())
+        parsed = parser.push(event.text, event.finish_reason)
+        shows = bool(parsed.content or parsed.reasoning or parsed.calls)
+        if not shows and nothing_new(event, "", self._r.return_token_ids):
             return b""
         choice = ChatChunkChoice(
             index=index,
-            delta=Delta(content=event.text),
+            delta=Delta(
+                content=parsed.content if parsed.content or not shows else UNSET,
+                reasoning_content=parsed.reasoning or UNSET,
+                tool_calls=[_call_delta(call) for call in parsed.calls] or UNSET,
+            ),
             logprobs=_logprobs(event.logprobs) if event.logprobs is not None else None,
-            finish_reason=event.finish_reason,
+            finish_reason=parser.finish_reason(event.finish_reason),
             stop_reason=UNSET if event.stop_reason is None else event.stop_reason,
             token_ids=event.token_ids if self._r.return_token_ids else UNSET,
         )
@@ -126,11 +170,18 @@ class ChatRenderer:
         )
 
     def _choice(self, choice: ChoiceResult) -> ChatChoice:
+        parser = self._new_parser()
+        parsed = parser.push(choice.text, choice.finish_reason or "stop")
+        calls = _joined(parsed.calls)
         return ChatChoice(
             index=choice.index,
-            message=Message(content=choice.text),
+            message=Message(
+                content=None if calls and not parsed.content else parsed.content,
+                reasoning_content=(parsed.reasoning or None) if parser.separates_reasoning else UNSET,
+                tool_calls=calls or UNSET,
+            ),
             logprobs=_logprobs(choice.logprobs) if self._r.logprobs else None,
-            finish_reason=choice.finish_reason,
+            finish_reason=parser.finish_reason(choice.finish_reason),
             stop_reason=choice.stop_reason,
             token_ids=choice.token_ids if self._r.return_token_ids else UNSET,
         )
@@ -151,6 +202,24 @@ class ChatRenderer:
                 prompt_token_ids=prompt_token_ids,
             )
         )
+
+
+def _call_delta(call: CallDelta) -> ToolCallDelta:
+    return ToolCallDelta(
+        index=call.index,
+        id=UNSET if call.call_id is None else call.call_id,
+        type=UNSET if call.call_id is None else "function",
+        function=FunctionDelta(name=UNSET if call.name is None else call.name, arguments=call.arguments),
+    )
+
+
+def _joined(deltas: list[CallDelta]) -> list[ToolCall]:
+    calls: list[ToolCall] = []
+    for delta in deltas:
+        if delta.name is not None and delta.call_id is not None:
+            calls.append(ToolCall(id=delta.call_id, function=Function(name=delta.name, arguments="")))
+        calls[delta.index].function.arguments += delta.arguments
+    return calls
 
 
 def _logprobs(pairs: list[TokenLogprobs]) -> ChatLogprobs:

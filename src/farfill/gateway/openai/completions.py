@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from typing import Literal
 
 import msgspec
@@ -21,7 +22,10 @@ from farfill.wire.control import TokensEvent
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
-    """OpenAI's older shape: parallel lists. `text_offset` counts characters in the choice's text."""
+    """OpenAI's older shape: parallel lists. `text_offset` counts characters in the choice's text.
+
+    A token that is part of a character is told as `bytes:` and its escaped bytes.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -57,7 +61,7 @@ class CompletionRenderer:
     def __init__(self, rendering: Rendering) -> None:
         self._r = rendering
         self._id = f"cmpl-{rendering.request_id}"
-        self._offsets: dict[int, int] = {}
+        self._offsets: dict[int, _TextOffset] = {}
 
     def begin(self, index: int) -> bytes:
         echo = self._echo(index)
@@ -68,7 +72,7 @@ class CompletionRenderer:
         return sse(self._message([choice], self._r.chunk_usage))
 
     def chunk(self, index: int, event: TokensEvent) -> bytes:
-        if nothing_new(event, self._r.return_token_ids):
+        if nothing_new(event, event.text, self._r.return_token_ids):
             return b""
         choice = CompletionChoice(
             index=index,
@@ -109,15 +113,25 @@ class CompletionRenderer:
     def _logprobs(self, index: int, pairs: list[TokenLogprobs]) -> CompletionLogprobs:
         tokens: list[str] = []
         offsets: list[int] = []
-        offset = self._offsets.get(index, 0)
+        offset = self._offsets.setdefault(index, _TextOffset())
         for chosen, _ in pairs:
-            tokens.append(token_text(chosen))
-            offsets.append(offset)
-            offset += len(tokens[-1])
-        self._offsets[index] = offset
+            tokens.append(token_text(chosen, "bytes:"))
+            offsets.append(offset.chars)
+            offset.add(chosen.text_bytes)
         return CompletionLogprobs(
             tokens=tokens,
             token_logprobs=[chosen.logprob for chosen, _ in pairs],
-            top_logprobs=[{token_text(t): t.logprob for t in (*others, chosen)} for chosen, others in pairs],
+            top_logprobs=[{token_text(t, "bytes:"): t.logprob for t in (*others, chosen)} for chosen, others in pairs],
             text_offset=offsets,
         )
+
+
+class _TextOffset:
+    """How many whole characters the tokens of a choice made so far."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, text_bytes: bytes) -> None:
+        self.chars += len(self._decoder.decode(text_bytes))

@@ -23,21 +23,16 @@ HARMLESS = frozenset(
         "prompt_cache_key",
         "prompt_cache_retention",
         "service_tier",
-        "parallel_tool_calls",
     }
 )
 """OpenAI fields that describe the caller or how OpenAI runs its service; they never change the output."""
 
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "modalities": (None, ["text"]),
     "audio": (None,),
     "prediction": (None,),
-    "reasoning_effort": (None,),
     "verbosity": (None,),
     "web_search_options": (None,),
     "suffix": (None, ""),
@@ -45,27 +40,24 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (None, 1, 1.0),
     "prompt_logprobs": (None,),
     "truncate_prompt_tokens": (None,),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "logits_processors": (None, []),
-    "guided_json": (None,),
-    "guided_regex": (None,),
-    "guided_choice": (None,),
-    "guided_grammar": (None,),
-    "structured_outputs": (None,),
     "documents": (None, []),
     "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
     "continue_final_message": (None, False),
     "kv_transfer_params": (None,),
-    "priority": (None, 0),
     "prompt_embeds": (None,),
     "mm_processor_kwargs": (None,),
 }
 """Features of OpenAI and vLLM not offered here, with the values that ask for nothing."""
 
 
+_CHAT_ONLY = ("prompt", "is for /v1/chat/completions")
 _ELSEWHERE = {
+    "tools": _CHAT_ONLY,
+    "tool_choice": _CHAT_ONLY,
+    "parallel_tool_calls": _CHAT_ONLY,
+    "chat_template_kwargs": _CHAT_ONLY,
+    "reasoning_effort": _CHAT_ONLY,
     "prompt": ("messages", "is for /v1/completions; chat takes 'messages'"),
     "messages": ("prompt", "is for /v1/chat/completions; completions take 'prompt'"),
 }

@@ -115,11 +115,14 @@ def sse(message: msgspec.Struct) -> bytes:
     return b"data: " + encode(message) + b"\n\n"
 
 
-def token_text(token: LogprobMessage) -> str:
-    """The token as text; half a character becomes U+FFFD, its bytes are told apart."""
-    return token.text_bytes.decode("utf-8", errors="replace")
+def token_text(token: LogprobMessage, prefix: str = "") -> str:
+    """The token as text; one that is no text by itself is told as escaped bytes after `prefix`, as OpenAI does."""
+    try:
+        return token.text_bytes.decode()
+    except UnicodeDecodeError:
+        return prefix + "".join(f"\\x{byte:02x}" for byte in token.text_bytes)
 
 
-def nothing_new(event: TokensEvent, return_token_ids: bool) -> bool:
-    """Whether a client would learn nothing from `event` (text held back for a stop string or character)."""
-    return not event.text and event.finish_reason is None and event.logprobs is None and not return_token_ids
+def nothing_new(event: TokensEvent, text: str, return_token_ids: bool) -> bool:
+    """Whether a client would learn nothing from `event`, of which `text` is shown (some may be held back)."""
+    return not text and event.finish_reason is None and event.logprobs is None and not return_token_ids

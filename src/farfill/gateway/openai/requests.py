@@ -12,6 +12,7 @@ import msgspec
 
 from farfill.core.errors import InvalidRequestError
 from farfill.gateway.openai.fields import check_fields, decode_object
+from farfill.gateway.openai.tools import NamedChoice, ToolBody
 
 Request = TypeVar("Request", bound=msgspec.Struct)
 
@@ -23,6 +24,32 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`strict` or not, the output is held to the schema."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's way to ask for JSON."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's way to constrain output: exactly one of these."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class SamplingFields(msgspec.Struct, kw_only=True):
@@ -49,9 +76,18 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     n: int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     spaces_between_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
 
@@ -63,20 +99,36 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str | None = None
+
+
+class ToolCallBody(msgspec.Struct, kw_only=True):
+    """A call the assistant made, as the answer told it; streamed ones carry an index."""
+
+    id: str
+    type: str = "function"
+    function: CalledFunction
+    index: int | None = None
+
+
 class ChatMessageBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One message. The last group is what clients echo from answers; it must be null or empty."""
+    """One message. The last group is what clients echo from answers."""
 
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    tool_calls: Any = None
-    tool_call_id: Any = None
+    tool_calls: list[ToolCallBody] | None = None
+    tool_call_id: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
     function_call: Any = None
     audio: Any = None
     refusal: Any = None
     annotations: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
 
 
 class ChatBody(SamplingFields, kw_only=True):
@@ -86,6 +138,11 @@ class ChatBody(SamplingFields, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+    tools: list[ToolBody] | None = None
+    tool_choice: str | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -103,6 +160,8 @@ class TokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[ChatMessageBody] | None = None
+    tools: list[ToolBody] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None

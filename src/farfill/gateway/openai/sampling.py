@@ -12,6 +12,8 @@ MAX_N = 128
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 
 
@@ -48,6 +50,18 @@ def with_max_tokens(sampling: SamplingParams, max_tokens: int) -> SamplingParams
     return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
+def check_bad_words(words: list[str]) -> list[str]:
+    """Raises InvalidRequestError when they are too many, too long, or blank."""
+    if len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words has {len(words)} entries, at most {MAX_BAD_WORDS}", param="bad_words")
+    for word in words:
+        if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+            raise InvalidRequestError(
+                f"bad_words have 1 to {MAX_BAD_WORD_CHARS} characters and are not blank", param="bad_words"
+            )
+    return words
+
+
 def check_token_ids(param: str, token_ids: list[int], vocab_size: int) -> None:
     """Raises InvalidRequestError unless every id is in the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
@@ -77,6 +91,10 @@ def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: 
         raise InvalidRequestError(f"min_tokens {min_tokens} is over max_tokens {limit}", param="min_tokens")
     stop_token_ids = body.stop_token_ids or []
     check_token_ids("stop_token_ids", stop_token_ids, vocab_size)
+    allowed_token_ids = body.allowed_token_ids or []
+    check_token_ids("allowed_token_ids", allowed_token_ids, vocab_size)
+    if body.allowed_token_ids == []:
+        raise InvalidRequestError("allowed_token_ids is empty: no output is possible", param="allowed_token_ids")
     if body.spaces_between_special_tokens is False:
         raise InvalidRequestError(
             "spaces_between_special_tokens: false is not supported here",
@@ -107,6 +125,7 @@ def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: 
         n=1 if body.n is None else body.n,
         ignore_eos=bool(body.ignore_eos),
         skip_special_tokens=body.skip_special_tokens is not False,
+        allowed_token_ids=tuple(allowed_token_ids),
     )
 
 

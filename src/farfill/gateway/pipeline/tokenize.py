@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
@@ -18,14 +19,23 @@ async def tokenize_chat(
     *,
     add_generation_prompt: bool,
     add_special_tokens: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of a rendered conversation."""
+    # How much tools and calls render to is not known: never on the event loop.
     size = sum(len(m["content"]) for m in messages)
+    if tools or any("tool_calls" in m for m in messages):
+        size = INLINE_CHARS
     return await pool.run(
         size,
         INLINE_CHARS,
         lambda: model.encode_chat(
-            messages, add_generation_prompt=add_generation_prompt, add_special_tokens=add_special_tokens
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            add_special_tokens=add_special_tokens,
+            tools=tools,
+            variables=variables,
         ),
     )
 

@@ -9,15 +9,21 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mamba2Config, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.core.errors import ConfigError, ModelUnsupportedError
 from farfill.core.layout import TensorKind
 from farfill.engine.fake import EOS_ID, byte_tokenizer
 from farfill.engine.torch import load_engine
-from farfill.engine.torch.layout import derive_layout
+from farfill.engine.torch.layout import derive_shape
 from farfill.engine.torch.loader import fingerprint
+
+
+@pytest.fixture(autouse=True)
+def _no_check_is_remembered(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
 
 PREFILL = PrefillConfig(chunked_prefill_tokens=16)
 
@@ -108,41 +114,27 @@ SMALL: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (Gemma2Config(head_dim=16, attn_logit_softcapping=50.0, **SMALL), "attn_logit_softcapping"),
-        (
-            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}, **SMALL),
-            "dynamic rotary",
-        ),
-        (
-            Mamba2Config(
-                vocab_size=64, hidden_size=32, num_hidden_layers=2, num_heads=4, head_dim=16, state_size=8, n_groups=1
-            ),
-            "layer 0 keeps a LinearAttentionLayer",
-        ),
-    ],
-)
-def test_models_with_other_state_are_refused_by_name(config: Any, message: str) -> None:
-    net = AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(ModelUnsupportedError, match=message):
-        derive_layout(net, 16)
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused() -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
+    net = AutoModelForCausalLM.from_config(LlamaConfig(rope_parameters=rope, **SMALL)).eval()
+    with pytest.raises(ModelUnsupportedError, match="dynamic rotary"):
+        derive_shape(net, 16)
 
 
 def test_model_that_is_not_what_its_cache_says_fails_the_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from farfill.engine.torch.kv import FullLayer
+    from farfill.engine.torch.rows import FullRows
 
     net = AutoModelForCausalLM.from_config(Qwen2Config(initializer_range=0.3, **SMALL))
     net.save_pretrained(tmp_path)
     byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
     load_engine(model_config(tmp_path), EngineConfig(threads=1), PREFILL, Path()).close()
-    attach = FullLayer.attach
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    attach = FullRows.attach
 
-    def forgetful(layer: FullLayer, tokens: int) -> None:
+    def forgetful(layer: FullRows, tokens: int) -> None:
         attach(layer, tokens)
         layer.key_rows[:3] = 0
 
-    monkeypatch.setattr(FullLayer, "attach", forgetful)
+    monkeypatch.setattr(FullRows, "attach", forgetful)
     with pytest.raises(ModelUnsupportedError, match="from moved KV"):
         load_engine(model_config(tmp_path), EngineConfig(threads=1), PREFILL, Path())

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
-from farfill.engine.torch.kv import WINDOW_SLACK_TOKENS, KVSpec, TorchKV
+from farfill.engine.torch.kv import KVSpec, TorchKV
+from farfill.engine.torch.rows import WINDOW_SLACK_TOKENS, Rows
+from farfill.engine.torch.step import StepCache
 
 WINDOW = 7
 HEADS, DIM = 2, 4
@@ -32,10 +34,17 @@ def states(tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.
     return torch.randn((1, HEADS, tokens, DIM), generator=generator).to(dtype)
 
 
+def rows(kv: TorchKV, layer: int) -> Rows:
+    found = kv.layers[layer].rows
+    assert found is not None
+    return found
+
+
 def append(kv: TorchKV, tokens: int, seed: int, dtype: torch.dtype = torch.float32) -> None:
+    step = StepCache([kv], ragged=False)
     for layer in (0, 1):
-        kv.update(states(tokens, seed, dtype), states(tokens, seed + 1, dtype), layer)
-    kv.advance(tokens)
+        step.update(states(tokens, seed, dtype), states(tokens, seed + 1, dtype), layer)
+    step.commit(tokens)
 
 
 @settings(deadline=None)
@@ -46,10 +55,10 @@ def test_steps_of_any_size_show_attention_what_transformers_does(steps: list[int
     for seed, tokens in enumerate(steps):
         keys, values = states(tokens, 2 * seed), states(tokens, 2 * seed + 1)
         for i, layer in enumerate(theirs):
-            assert ours.layers[i].get_mask_sizes(tokens) == layer.get_mask_sizes(tokens)
-            for mine, stock in zip(ours.update(keys, values, i), layer.update(keys, values), strict=True):
+            assert rows(ours, i).mask_sizes(tokens) == layer.get_mask_sizes(tokens)
+            for mine, stock in zip(rows(ours, i).append(keys, values), layer.update(keys, values), strict=True):
                 assert torch.equal(mine, stock)
-            assert ours.layers[i].get_seq_length() == layer.get_seq_length() == ours.layer(0).length
+            assert rows(ours, i).length == layer.get_seq_length()
 
 
 def test_decode_steps_far_beyond_the_slack_keep_the_window() -> None:
@@ -57,8 +66,7 @@ def test_decode_steps_far_beyond_the_slack_keep_the_window() -> None:
     kv, stock = TorchKV(KVSpec(layout(), CPU), count), DynamicSlidingWindowLayer(WINDOW + 1)
     for seed in range(count):
         keys, values = states(1, seed), states(1, seed + 999)
-        mine, theirs = kv.update(keys, values, 1), stock.update(keys, values)
-        kv.update(keys, values, 0)
+        mine, theirs = rows(kv, 1).append(keys, values), stock.update(keys, values)
         assert torch.equal(mine[0], theirs[0])
         assert torch.equal(mine[1], theirs[1])
 
@@ -81,9 +89,9 @@ def test_bytes_moved_to_another_sequence_give_the_same_cache(tokens: int, dtype:
     assert target.tokens == fork.tokens == tokens
     keys = states(1, 77, getattr(torch, dtype))
     for layer in (0, 1):
-        expected = source.update(keys, keys, layer)
+        expected = rows(source, layer).append(keys, keys)
         for kv in (target, fork):
-            for mine, theirs in zip(kv.update(keys, keys, layer), expected, strict=True):
+            for mine, theirs in zip(rows(kv, layer).append(keys, keys), expected, strict=True):
                 assert torch.equal(mine, theirs)
 
 
@@ -93,7 +101,7 @@ def test_rows_are_exported_without_a_copy() -> None:
     view = kv.read(0, 2, 9)
     kv.place(0, 2, 3)[:4] = b"\x00\x00\x80\x3f"
     assert bytes(view[:4]) == b"\x00\x00\x80\x3f"
-    assert kv.layer(0).key_rows[2, 0, 0] == 1.0
+    assert rows(kv, 0).key_rows[2, 0, 0] == 1.0
 
 
 def test_truncate_undoes_a_decode_step_that_shifted_the_window() -> None:
@@ -102,9 +110,12 @@ def test_truncate_undoes_a_decode_step_that_shifted_the_window() -> None:
         append(kv, 1, seed)
     tokens = kv.tokens
     reference = kv.fork()
-    append(kv, 1, 5000)
+    step = StepCache([kv], ragged=False)
+    for layer in (0, 1):
+        step.update(states(1, 5000), states(1, 5001), layer)
     kv.truncate(tokens)
     keys = states(1, 6000)
     for layer in (0, 1):
-        for mine, theirs in zip(kv.update(keys, keys, layer), reference.update(keys, keys, layer), strict=True):
+        expected = rows(reference, layer).append(keys, keys)
+        for mine, theirs in zip(rows(kv, layer).append(keys, keys), expected, strict=True):
             assert torch.equal(mine, theirs)

@@ -1,0 +1,157 @@
+"""One step over one or more sequences, as the `cache=` that transformers' models read and write.
+
+New rows go straight into each sequence's buffer. States are worked on as copies, stacked over the batch, because
+models change them in place; `commit` writes them back, so a step that fails leaves every sequence as it was (rows
+it added do not count until then).
+
+A *ragged* step adds one token to each of many sequences. Nothing is padded: attention layers hand out one tensor
+per sequence, and the attention function (see `attention`) looks at each for itself. Latents (MLA) are first expanded
+by the model, so they are handed out as one tensor with empty rows at the end, which attention leaves out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
+
+from farfill.core.layout import TensorKind
+from farfill.engine.torch.kv import LayerKV, TorchKV
+from farfill.engine.torch.rows import Rows
+
+
+class RaggedRows(list[torch.Tensor]):
+    """Keys or values of one layer, one [1, heads, tokens, dim] tensor a sequence."""
+
+
+class _AttentionStep(CacheLayerMixin):
+    """The rows of one layer of every sequence."""
+
+    def __init__(self, rows: Sequence[Rows], *, ragged: bool, dense: bool, chunked: bool) -> None:
+        super().__init__()
+        self.is_initialized = True
+        self.is_sliding = rows[0].window > 0
+        self._rows = rows
+        self._ragged = ragged
+        self._dense = dense
+        self._chunk_tokens = rows[0].window + 1 if chunked else 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Buffers exist from the start."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Append [batch, heads, q, dim]; everything each sequence's new tokens may look at."""
+        if not self._ragged:
+            return self._rows[0].append(key_states, value_states)
+        all_keys, all_values = RaggedRows(), RaggedRows()
+        for row, sequence in enumerate(self._rows):
+            keys, values = sequence.append(key_states.narrow(0, row, 1), value_states.narrow(0, row, 1))
+            if self._chunk_tokens:
+                keys, values = self._own_chunk(keys, sequence.length), self._own_chunk(values, sequence.length)
+            all_keys.append(keys)
+            all_values.append(values)
+        return (_pad(all_keys), _pad(all_values)) if self._dense else (all_keys, all_values)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(keys seen by the next step, position of the first)."""
+        return self._rows[0].mask_sizes(query_length)
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, kept or not."""
+        return self._rows[0].length
+
+    def get_max_length(self) -> int:
+        """Tokens a step may look at, its own included; -1: no bound."""
+        return self._rows[0].window + 1 if self.is_sliding else -1
+
+    def _own_chunk(self, seen: torch.Tensor, length: int) -> torch.Tensor:
+        """The last token's own run of `_chunk_tokens` tokens, up to it."""
+        count = (length - 1) % self._chunk_tokens + 1
+        return seen.narrow(2, seen.shape[2] - count, count)
+
+
+class _StateStep(LinearAttentionLayer):
+    """The states of one layer, stacked over the batch. `seen`: there is something in them."""
+
+    def __init__(self, layers: Sequence[LayerKV], *, seen: bool) -> None:
+        LinearAttentionLayer.__init__(self, max(len(layers[0].conv), len(layers[0].recurrent)))
+        self.is_initialized = True
+        for index in layers[0].conv:
+            state = torch.cat([layer.conv[index] for layer in layers])
+            self.conv_states[index] = state
+            self.conv_kernel_size[index] = state.shape[-1]  # type: ignore[assignment]
+            self.is_conv_states_initialized[index] = True
+            self.dtype, self.device = state.dtype, state.device  # type: ignore[assignment]
+        for index in layers[0].recurrent:
+            self.recurrent_states[index] = torch.cat([layer.recurrent[index] for layer in layers])
+            self.is_recurrent_states_initialized[index] = True
+        self.has_previous_state = dict.fromkeys(self.has_previous_state, seen)
+
+    def write_back(self, layers: Sequence[LayerKV]) -> None:
+        """Store each sequence's part."""
+        for row, layer in enumerate(layers):
+            for index, state in layer.conv.items():
+                state.copy_(cast(torch.Tensor, self.conv_states[index]).narrow(0, row, 1))
+            for index, state in layer.recurrent.items():
+                state.copy_(cast(torch.Tensor, self.recurrent_states[index]).narrow(0, row, 1))
+
+
+class _AttentionAndStateStep(_StateStep, _AttentionStep):  # pyright: ignore[reportIncompatibleMethodOverride]
+    """Both in one layer (Falcon-H1, Zamba2)."""
+
+    def __init__(
+        self, rows: Sequence[Rows], layers: Sequence[LayerKV], *, seen: bool, ragged: bool, dense: bool, chunked: bool
+    ) -> None:
+        _AttentionStep.__init__(self, rows, ragged=ragged, dense=dense, chunked=chunked)
+        _StateStep.__init__(self, layers, seen=seen)
+
+
+class StepCache(Cache):
+    """The `cache=` of one step. Not ragged: any number of new tokens of one sequence."""
+
+    def __init__(self, sequences: Sequence[TorchKV], *, ragged: bool) -> None:
+        assert ragged or len(sequences) == 1
+        self.sequences = sequences
+        self._tokens = sequences[0].tokens
+        spec = sequences[0].spec
+        latent = {t.layer for t in spec.layout.tensors if t.kind is TensorKind.LATENT}
+        layers: list[Any] = []
+        for index in range(spec.num_layers):
+            parts = [sequence.layers[index] for sequence in sequences]
+            rows = [part.rows for part in parts if part.rows is not None]
+            options = {"ragged": ragged, "dense": index in latent, "chunked": index in spec.chunked}
+            # One token after nothing: zeros are the state, and rows of a batch must not differ in kind.
+            seen = ragged or self._tokens > 0
+            has_state = bool(parts[0].conv or parts[0].recurrent)
+            if rows and has_state:
+                layers.append(_AttentionAndStateStep(rows, parts, seen=seen, **options))
+            elif rows:
+                layers.append(_AttentionStep(rows, **options))
+            else:
+                layers.append(_StateStep(parts, seen=seen) if has_state else DummyLayer())
+        Cache.__init__(self, layers=layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens before this step, whatever the layer keeps."""
+        return self._tokens
+
+    def commit(self, new_tokens: int) -> None:
+        """The step succeeded: keep its states, and count its tokens in every sequence."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, _StateStep):
+                layer.write_back([sequence.layers[index] for sequence in self.sequences])
+        for sequence in self.sequences:
+            sequence.tokens += new_tokens
+
+
+def _pad(rows: RaggedRows) -> torch.Tensor:
+    """[batch, heads, longest, dim], each sequence's rows first."""
+    if len(rows) == 1:
+        return rows[0]
+    _, heads, _, dim = rows[0].shape
+    padded = rows[0].new_zeros((len(rows), heads, max(row.shape[2] for row in rows), dim))
+    for index, row in enumerate(rows):
+        padded[index, :, : row.shape[2]] = row[0]
+    return padded

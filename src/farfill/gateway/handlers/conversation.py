@@ -1,0 +1,137 @@
+"""From a request body to what the model gets and how its answer is read: prompt, constraints, parser."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from farfill.config.model import ModelConfig
+from farfill.core.errors import InvalidRequestError
+from farfill.core.sampling import SamplingParams
+from farfill.gateway.openai.assistant import NewParser
+from farfill.gateway.openai.constrain import check, output_grammar
+from farfill.gateway.openai.dialect import Dialect, dialect_of
+from farfill.gateway.openai.messages import template_messages
+from farfill.gateway.openai.requests import ChatBody, CompletionBody, SamplingFields, TokenizeBody
+from farfill.gateway.openai.sampling import chat_sampling, check_bad_words, completion_sampling
+from farfill.gateway.openai.tools import ToolRequest, tool_request
+from farfill.gateway.pipeline.tokenize import tokenize_chat
+from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
+
+_PROMPT_END_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """A chat request, understood. `sampling` has all but the final length limit."""
+
+    token_ids: list[int]
+    sampling: SamplingParams
+    demanded_tokens: int | None
+    new_parser: NewParser
+
+
+class Conversations:
+    """What this server's model can do of the chat API."""
+
+    def __init__(self, pool: TokenizerPool, model: LoadedTokenizer, config: ModelConfig) -> None:
+        self._pool = pool
+        self._model = model
+        self._dialect = _dialect(model, config)
+
+    async def chat(self, body: ChatBody) -> Conversation:
+        """Tokenize and prepare a chat. Raises InvalidRequestError naming the field."""
+        sampling, demanded_tokens = chat_sampling(body, self._model.vocab_size)
+        request = tool_request(body.tools, body.tool_choice, body.parallel_tool_calls)
+        if request is not None:
+            self._dialect.require_tools()
+        output = output_grammar(body)
+        token_ids = await self._tokenize(body, request)
+        reasoning = self._dialect.reasoning
+        opened = reasoning is not None and reasoning.opened(self._model.decode(token_ids[-_PROMPT_END_TOKENS:]))
+        grammar = ""
+        if request is not None or output is not None:
+            grammar = await self._in_thread(lambda: self._dialect.grammar(request, output, opened=opened))
+        sampling = replace(
+            await self._with_words(sampling, body),
+            grammar=grammar,
+            skip_special_tokens=sampling.skip_special_tokens and not self._dialect.shows_markers(request),
+        )
+        return Conversation(
+            token_ids=token_ids,
+            sampling=sampling,
+            demanded_tokens=demanded_tokens,
+            new_parser=lambda: self._dialect.parser(request, opened=opened),
+        )
+
+    async def prompt_of(self, body: TokenizeBody) -> list[int]:
+        """Token ids of a body's messages, as a chat would have them."""
+        request = tool_request(body.tools, None, None)
+        if request is not None:
+            self._dialect.require_tools()
+        return await self._tokenize(body, request)
+
+    async def completion_sampling(self, body: CompletionBody) -> tuple[SamplingParams, int | None]:
+        """Sampling of a text completion and its demanded length. Raises InvalidRequestError naming the field."""
+        sampling, demanded_tokens = completion_sampling(body, self._model.vocab_size)
+        output = output_grammar(body)
+        if output is not None:
+            await self._in_thread(lambda: check(output.param, output.alone))
+            sampling = replace(sampling, grammar=output.alone)
+        return await self._with_words(sampling, body), demanded_tokens
+
+    async def _tokenize(self, body: ChatBody | TokenizeBody, request: ToolRequest | None) -> list[int]:
+        variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if isinstance(body, ChatBody) and body.reasoning_effort is not None:
+            self._require_switch("reasoning_effort")
+            variables["reasoning_effort"] = body.reasoning_effort
+        return await tokenize_chat(
+            self._pool,
+            self._model,
+            template_messages(body.messages or []),
+            add_generation_prompt=body.add_generation_prompt is not False,
+            add_special_tokens=bool(body.add_special_tokens),
+            tools=None if request is None else request.shown,
+            variables=variables,
+        )
+
+    async def _with_words(self, sampling: SamplingParams, body: SamplingFields) -> SamplingParams:
+        words = check_bad_words(body.bad_words or [])
+        if not words:
+            return sampling
+        banned = await self._in_thread(lambda: _banned(self._model, words))
+        return replace(sampling, bad_words=banned)
+
+    async def _in_thread(self, work: Callable[[], Any]) -> Any:
+        return await self._pool.run(1, 0, work)
+
+    def _require_switch(self, name: str) -> None:
+        template = self._model.chat_template
+        if template is not None and name not in template.variables:
+            raise InvalidRequestError(f"this model's chat template knows no {name}", param=name, reason="unsupported")
+
+
+def _dialect(model: LoadedTokenizer, config: ModelConfig) -> Dialect:
+    added: Mapping[int, Any] = model.tokenizer.get_added_tokens_decoder()
+    template = model.chat_template
+    return dialect_of(
+        template="" if template is None else template.source,
+        takes_tools=template is not None and "tools" in template.variables,
+        tokens={token.content: token_id for token_id, token in added.items()},
+        hidden=frozenset(token.content for token in added.values() if token.special),
+        tool_parser=config.tool_parser,
+        reasoning_parser=config.reasoning_parser,
+    )
+
+
+def _banned(model: LoadedTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, at the start of a text and after a space, as vLLM does."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        plain = tuple(model.encode(word.lstrip(), add_special_tokens=False))
+        spaced = tuple(model.encode(" " + word.lstrip(), add_special_tokens=False))
+        found[plain] = None
+        if len(spaced) == len(plain) and spaced[0] != plain[0]:
+            found[spaced] = None
+    return tuple(found)

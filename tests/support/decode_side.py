@@ -1,0 +1,105 @@
+"""The decode side of a KV transfer as a process of its own: loads models, takes KV in pieces, decodes.
+
+Run as a script it answers requests on stdin, each one line of JSON and then that many bytes, until stdin ends.
+`DecodeSide` is the other end of that pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from blake3 import blake3
+
+
+class DecodeSide:
+    """A running decode side; `with` ends it."""
+
+    def __init__(self) -> None:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+        )
+
+    def __enter__(self) -> DecodeSide:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        assert self._process.wait(30) == 0
+        self._process.stdout.close()
+
+    def decode(self, model: Path, chunk: int, tokens: int, kv: bytes, first: int, steps: int) -> dict[str, Any]:
+        """Decode `steps` tokens after the `tokens` that `kv` is of (all pieces in order), beginning with `first`.
+
+        Answers with `fingerprint`, `tokens` and `logits`, a digest of all logits.
+        """
+        fields = {"model": str(model), "chunk": chunk, "tokens": tokens, "first": first, "steps": steps}
+        out, back = self._process.stdin, self._process.stdout
+        assert out is not None
+        assert back is not None
+        out.write(json.dumps({**fields, "nbytes": len(kv)}).encode() + b"\n" + kv)
+        out.flush()
+        answer = json.loads(back.readline())
+        assert "error" not in answer, answer["error"]
+        return answer
+
+
+def load(model: Path, chunk: int) -> Any:
+    """A `LoadedModel` of a float32 model folder."""
+    from farfill.config.model import ModelConfig
+    from farfill.engine.torch.loader import load_model
+
+    return load_model(model, ModelConfig.model_validate({"name": "tiny", "path": model, "dtype": "float32"}), chunk)
+
+
+def greedy(executor: Any, rows: Sequence[tuple[Any, int]], steps: int) -> tuple[list[list[int]], str]:
+    """Decode `steps` tokens of each (kv, next token) together: what each gave, and a digest of all logits."""
+    digest = blake3()
+    outputs: list[list[int]] = [[] for _ in rows]
+    tokens = [token for _, token in rows]
+    for _ in range(steps):
+        logits = executor.decode([(kv, token) for (kv, _), token in zip(rows, tokens, strict=True)])
+        digest.update(logits.tobytes())
+        tokens = [int(row.argmax()) for row in logits]
+        for output, token in zip(outputs, tokens, strict=True):
+            output.append(token)
+    return outputs, digest.hexdigest()
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
+    from farfill.kv.manifest import build_manifest
+
+    while line := requests.readline():
+        request = json.loads(line)
+        content = memoryview(requests.read(request["nbytes"]))
+        try:
+            loaded = load(Path(request["model"]), request["chunk"])
+            kv = loaded.executor.allocate(request["tokens"] + request["steps"])
+            offset = 0
+            for piece in build_manifest(loaded.info.layout, request["tokens"]).pieces:
+                kv.place(piece.tensor, piece.start_token, piece.end_token)[:] = content[offset : offset + piece.nbytes]
+                offset += piece.nbytes
+            assert offset == len(content), f"{len(content)} bytes came, the layout has {offset}"
+            kv.attach(request["tokens"])
+            outputs, digest = greedy(loaded.executor, [(kv, request["first"])], request["steps"])
+            answer = {"fingerprint": loaded.info.fingerprint, "tokens": outputs[0], "logits": digest}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer).encode() + b"\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    _serve(sys.stdin.buffer, sys.stdout.buffer)
