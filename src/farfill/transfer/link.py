@@ -39,6 +39,10 @@ from farfill.wire.frames import EarlyGrant, HelloPayload, ReasonPayload
 OVERDUE_FACTOR = 4.0
 OVERDUE_UNKNOWN_S = 2.0
 SLOW_ACCEPT_ROUND_TRIPS = 3.0
+# No more leaves before ACCEPT than fills the line until it can come: it may say that much of it is held there already.
+EARLY_ROUND_TRIPS = 2.0
+EARLY_MIN_CHUNKS = 4
+EARLY_UNKNOWN_BYTES = 4 * 1024 * 1024
 # Unsent bytes of all connections together: so much of the link's rate, enough for a thread that gets no CPU at once.
 UNSENT_S = 0.02
 UNSENT_UNKNOWN_BYTES = 2 * 1024 * 1024
@@ -222,7 +226,10 @@ class PeerLink:
             grant = self._grant
             if not any(slot.standing for slot in self._slots) or chunk_bytes > grant.chunk_bytes:
                 return 0
-            nbytes = max(0, min(total_bytes, grant.early_bytes - self._early_bytes))
+            rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
+            useful = EARLY_UNKNOWN_BYTES if rate is None or rtt_s is None else EARLY_ROUND_TRIPS * rate * rtt_s
+            useful = max(EARLY_MIN_CHUNKS * chunk_bytes, int(useful))
+            nbytes = max(0, min(total_bytes, useful, grant.early_bytes - self._early_bytes))
             self._early_bytes += nbytes
             return nbytes
 
