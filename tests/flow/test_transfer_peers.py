@@ -133,7 +133,7 @@ async def test_sender_keeps_within_the_credit_of_the_receiver(ends: Ends) -> Non
 async def test_credit_below_one_chunk_lets_chunks_through_one_by_one(ends: Ends) -> None:
     await ends.start()
     await move(ends, 600)
-    ends.sender._links[ends.receiver.address, DECODE].credit(1)
+    ends.sender._links[ends.receiver.address, DECODE].credit(1, EarlyGrant())
     await move(ends, NUM_TOKENS)
 
 

@@ -212,7 +212,8 @@ class PushedTransfer:
     def begin(self) -> None:
         """Ask for the OPEN to be sent; chunks may follow it at once as far as the receiver granted that."""
         chunk_bytes = self._options.chunk_bytes
-        early_bytes = self._link.reserve_early(chunk_bytes, self._manifest.total_bytes)
+        total_bytes = self._manifest.total_bytes
+        early_bytes = 0 if self.ticket.continues else self._link.reserve_early(chunk_bytes, total_bytes)
         with self._lock:
             self._early_bytes = early_bytes
             effects = self._machine.begin(chunk_bytes, early_bytes)
