@@ -49,7 +49,7 @@ def real_kv(num_chunks: int) -> Path:
 
     folder = model_folder(find_source("smollm2"))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    ids = AutoTokenizer.from_pretrained(folder)(_text(), verbose=False)["input_ids"]
+    ids = AutoTokenizer.from_pretrained(folder)(english_text(), verbose=False)["input_ids"]
     assert len(ids) >= PREFILL_CHUNK_TOKENS, "the text is too short"
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(f".{os.getpid()}")
@@ -66,7 +66,8 @@ def real_kv(num_chunks: int) -> Path:
     return path
 
 
-def _text() -> str:
+def english_text() -> str:
+    """Prose to compute caches of."""
     root = Path(__file__).parent.parent
     files = [root / "src/farfill/verify/corpus.txt", *sorted((root / "docs").rglob("*.md"))]
     return "\n\n".join(file.read_text() for file in files)

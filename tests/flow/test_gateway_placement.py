@@ -163,6 +163,14 @@ async def test_cached_tokens_never_exceed_the_prompt(gateway: Harness) -> None:
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == answer["usage"]["prompt_tokens"]
 
 
+async def test_answers_from_lossy_kv_are_marked(gateway: Harness) -> None:
+    gateway.decode.lossy = "int8"
+    _, headers = await complete(gateway, LONG)
+    assert headers["x-farfill-kv-lossy"] == "int8"
+    _, headers = await complete(gateway, SHORT)
+    assert "x-farfill-kv-lossy" not in headers
+
+
 async def test_unreachable_prefill_falls_back_at_once(gateway: Harness) -> None:
     gateway.membership.workers[1] = dead = StubWorker("prefill-far", Role.PREFILL, gateway.decode.transfers)
     await dead.start()

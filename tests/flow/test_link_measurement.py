@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from farfill.cli.local_ports import HOST, free_ports
 from farfill.config.model import KVTransferConfig
 from farfill.verify.link import (
     LAYOUT,
@@ -19,6 +21,7 @@ from farfill.verify.link import (
     LinkTestError,
 )
 from farfill.verify.link_codecs import measure_here
+from farfill.verify.link_reverse import PATH, FarSide, dial_far_side, let_in_near_side
 from farfill.verify.link_serve import MAX_EXPECTED, LinkServer
 from support.pki import CLUSTER, Pki, make_pki
 
@@ -72,6 +75,62 @@ async def test_a_measurement_tells_everything_it_is_for(pki: Pki):
     assert report.codecs_target.keys() == report.codecs_source.keys() == {"lz4", "zstd"}
     assert all(rates.ratio > 1 for rates in report.codecs_source.values())
     assert max(rate for _, rate in report.samples) > 0
+
+
+async def test_near_side_that_dials_is_measured_all_the_same(pki: Pki):
+    """Only near opens connections, control and KV alike; one measurement after the other."""
+    (kv_port,) = free_ports(1)
+    transfer = f"{HOST}:{kv_port}"
+    config = KVTransferConfig(dial="receiver")
+    near_pems, far_pems = pki.name(NEAR).pems, pki.name(FAR, role="prefill", site="far").pems
+    server = LinkServer(
+        cluster=CLUSTER, name=NEAR, listen=None, pems=near_pems, config=config, codecs={}
+    )  # fmt: skip
+    await server.start("")
+    (port,) = free_ports(1)
+    far = FarSide(cluster=CLUSTER, name=FAR, control=f"{HOST}:{port}", transfer=transfer)
+    dialling = asyncio.create_task(dial_far_side(server, far, near_pems))
+    try:
+        for _ in range(2):
+            ends = Ends(cluster=CLUSTER, source=FAR, target=NEAR, control="", pems=far_pems)
+            measuring = LinkMeasurement(
+                ends,
+                config,
+                seconds=0.2,
+                connections=(1, 2),
+                report=lambda _: None,
+                near=let_in_near_side(ends, far.control, lambda _: None),
+                transfer_listen=transfer,
+            )
+            report = await asyncio.wait_for(measuring.run(), 60)
+            assert [step.connections for step in report.steps] == [1, 2]
+            assert all(step.bits_per_s > 1e6 for step in report.steps)
+            assert 0 < report.rtt_ms < 1000
+    finally:
+        dialling.cancel()
+        await asyncio.wait([dialling])
+        await server.close()
+    assert server.expected == 0
+
+
+async def test_only_the_expected_near_side_is_let_in(pki: Pki):
+    (port,) = free_ports(1)
+    control = f"{HOST}:{port}"
+    far_pems = pki.name(FAR, role="prefill", site="far").pems
+    ends = Ends(cluster=CLUSTER, source=FAR, target=NEAR, control="", pems=far_pems)
+    entering = asyncio.create_task(let_in_near_side(ends, control, lambda _: None).__aenter__())
+    connector = aiohttp.TCPConnector(ssl=pki.name("decode-other").client())
+    async with aiohttp.ClientSession(connector=connector) as session, asyncio.timeout(10):
+        status = 0
+        while not status:
+            with contextlib.suppress(aiohttp.ClientConnectorError):
+                async with session.get(f"https://{control}{PATH}") as response:
+                    status = response.status
+            await asyncio.sleep(0.01)
+    assert status == 403
+    assert not entering.done()
+    entering.cancel()
+    await asyncio.wait([entering])
 
 
 async def test_another_role_may_not_measure(pki: Pki):

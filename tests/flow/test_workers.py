@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from farfill.core.cluster import FallbackReason
+from farfill.kv.manifest import build_manifest
 from farfill.wire.control import FailTransferCommand
 from support.transfer_harness import DECODE, PREFILL
 from support.worker_harness import CHUNK, RefusedError, TwoWorkers
@@ -120,6 +121,29 @@ async def test_failed_prefill_resumes_from_the_chunks_that_arrived(tmp_path: Pat
         assert answer.start.received_tokens == chunks * CHUNK
         assert answer.start.computed_tokens == LENGTH - 1 - chunks * CHUNK
         assert answer.start.fallback == "prefill_lost"
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+async def test_failed_prefill_of_a_hybrid_resumes_from_its_last_checkpoint(tmp_path: Path, chunks: int):
+    async with TwoWorkers.running(tmp_path, window_tokens=20, states=True, checkpoint_every_chunks=2) as two:
+        prompt = two.prompt(LENGTH)
+        expected = two.expected(prompt)
+        ticket = two.ticket(prompt)
+        two.gates[PREFILL].hold("prefill", after=chunks)
+        prefilling = asyncio.create_task(two.prefill(prompt, ticket))
+        decoding = asyncio.create_task(two.decode(prompt, ticket, timeout_s=15.0))
+        manifest = build_manifest(two.decode_engine.info.layout, LENGTH - 1)
+        pieces = sum(len(group) for group in manifest.by_prefill_chunk[:chunks])
+        received = two.ends.receiver_seen.counts
+        await two.until(lambda: received["received:none"] == pieces)
+        prefilling.cancel()
+        await asyncio.wait([prefilling])
+        answer = await decoding
+        two.gates[PREFILL].release()
+        assert answer.tokens == expected
+        usable = chunks // 2 * 2 * CHUNK
+        assert answer.start.received_tokens == usable
+        assert answer.start.computed_tokens == LENGTH - 1 - usable
 
 
 async def test_engine_error_far_away_is_told_at_once(tmp_path: Path):
@@ -355,3 +379,26 @@ async def test_windows_travel_though_the_rows_before_them_are_held(tmp_path: Pat
         assert answer.tokens == two.expected(prompt)
         full, window = two.row_bytes
         assert report.raw_bytes == (LENGTH - 1 - 3 * CHUNK) * full + 20 * window
+
+
+async def test_lossy_kv_is_marked_and_reused_only_where_it_is_marked_again(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path, prefix_cache_bytes=PREFIX_BYTES, lossy="int8") as two:
+        prompt = two.prompt(LENGTH)
+        _, answer = await remote(two, prompt)
+        assert answer.start.lossy == "int8"
+        assert two.metric(DECODE, "farfill_lossy_requests_total", form="int8") == 1
+        local = await two.decode(prompt)
+        assert (local.start.lossy, local.start.cached_tokens) == ("", 0)
+        report, again = await remote(two, [*prompt, *two.prompt(CHUNK, seed=2)])
+        assert again.start.lossy == "int8"
+        row_bytes, _ = two.row_bytes
+        assert report.raw_bytes < LENGTH * row_bytes, "what came before did not travel again"
+        assert two.metric(DECODE, "farfill_lossy_requests_total", form="int8") == 2
+
+
+async def test_fallback_without_any_received_kv_is_not_marked_lossy(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path, lossy="int8") as two:
+        prompt = two.prompt(LENGTH)
+        answer = await two.decode(prompt, two.ticket(prompt), timeout_s=0.2)
+        assert answer.start.fallback == "transfer_timeout"
+        assert answer.start.lossy == ""

@@ -20,6 +20,7 @@ from farfill.core.errors import IncompatiblePeerError, ProtocolError, TicketErro
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
+from farfill.kv.lossy import RowGroups, decode_lossy_into, encode_lossy
 from farfill.kv.manifest import build_manifest
 from farfill.transfer.grid import ChunkGrid, unpack_bitmap
 from farfill.transfer.tickets import TicketSigner, TicketVerifier
@@ -46,6 +47,8 @@ from support.pki import make_ticket_keys
 MAX_RAW_BYTES = 1024 * 1024
 PAYLOADS = (HelloPayload, ReasonPayload, OpenPayload, AcceptPayload)
 ITEM_BYTES = (1, 2, 4, 8)
+LOSSLESS = tuple(codec for codec in Codec if not codec.lossy)
+LOSSY_DTYPES = ("bfloat16", "float16", "float32")
 LAYOUT = KVLayout(
     (
         TensorLayout(0, "k", TensorKind.FULL, "bfloat16", (2, 64)),
@@ -108,7 +111,7 @@ def codec_stream(data: bytes) -> bool:
     """A chunk's payload, decoded into as many bytes as its header declared."""
     if len(data) < 5:
         return False
-    kind, item_bytes = Codec(data[0] % 3), ITEM_BYTES[data[0] // 3 % 4]
+    kind, item_bytes = LOSSLESS[data[0] % 3], ITEM_BYTES[data[0] // 3 % 4]
     out = bytearray(int.from_bytes(data[1:5], "big") % MAX_RAW_BYTES + 1)
     codec = _codec()
     try:
@@ -119,6 +122,25 @@ def codec_stream(data: bytes) -> bool:
     again = bytearray(len(out))
     codec.decode_into(used, wire, item_bytes, memoryview(again))
     assert again == out
+    return True
+
+
+def lossy_stream(data: bytes) -> bool:
+    """The same for rows that travel lossy. What was decoded once is decoded to the same bytes after another round."""
+    if len(data) < 7:
+        return False
+    kind = (Codec.INT8, Codec.FP8)[data[0] % 2]
+    groups, offset = RowGroups(LOSSY_DTYPES[data[0] // 2 % 3], data[1] + 1), 4 * data[2]
+    out = bytearray(int.from_bytes(data[3:7], "big") % MAX_RAW_BYTES + 1)
+    try:
+        decode_lossy_into(kind, data[7:], groups, offset, memoryview(out))
+    except ProtocolError:
+        return False
+    encoded = encode_lossy(kind, out, groups, offset)
+    if encoded is not None:
+        again = bytearray(len(out))
+        decode_lossy_into(kind, encoded[0], groups, offset, memoryview(again))
+        assert again == encoded[1]
     return True
 
 
@@ -194,10 +216,21 @@ def _payload_seeds() -> list[bytes]:
 def _codec_seeds() -> list[bytes]:
     numbers = np.arange(2048, dtype=np.float32).tobytes()
     seeds = []
-    for kind in Codec:
+    for kind in LOSSLESS:
         for choice, item_bytes in enumerate(ITEM_BYTES):
             used, wire = _codec().encode(kind, numbers, item_bytes)
             seeds.append(struct.pack(">BI", used + 3 * choice, len(numbers) - 1) + bytes(wire))
+    return seeds
+
+
+def _lossy_seeds() -> list[bytes]:
+    numbers = np.arange(2048, dtype=np.float32).tobytes()
+    seeds = []
+    for choice, kind in enumerate((Codec.INT8, Codec.FP8)):
+        for place in (0, 5):
+            encoded = encode_lossy(kind, numbers, RowGroups("float32", 64), 4 * place)
+            assert encoded is not None
+            seeds.append(struct.pack(">BBBI", choice + 4, 63, place, len(numbers) - 1) + encoded[0])
     return seeds
 
 
@@ -218,6 +251,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
     "header": header,
     "payload": payload,
     "codec": codec_stream,
+    "lossy": lossy_stream,
     "events": events,
     "token": token,
 }
@@ -225,6 +259,7 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "header": _header_seeds,
     "payload": _payload_seeds,
     "codec": _codec_seeds,
+    "lossy": _lossy_seeds,
     "events": _event_seeds,
     "token": _token_seeds,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from fuzz.targets import MAX_RAW_BYTES, SEEDS, TARGETS
 
-INPUTS = {"header": 40_000, "payload": 40_000, "events": 40_000, "codec": 5_000, "token": 4_000}
+INPUTS = {"header": 40_000, "payload": 40_000, "events": 40_000, "codec": 5_000, "lossy": 2_000, "token": 4_000}
 GUIDED_INPUTS = 100_000
 # The largest declared size, its planes, and an input.
 PEAK_BYTES = 8 * MAX_RAW_BYTES
@@ -70,8 +71,12 @@ def test_mutated_inputs_neither_crash_a_parser_nor_make_it_allocate(target: str)
 
 def test_guided_inputs_find_nothing(tmp_path: Path):
     pytest.importorskip("atheris", reason="atheris is not installed (it has wheels for Linux only)")
-    argv = [sys.executable, str(GUIDED), "--runs", str(GUIDED_INPUTS), "--seed", "1", "--artifacts", str(tmp_path)]
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False)
+    artifacts, temporary = tmp_path / "artifacts", tmp_path / "tmp"
+    temporary.mkdir()
+    argv = [sys.executable, str(GUIDED), "--runs", str(GUIDED_INPUTS), "--seed", "1", "--artifacts", str(artifacts)]
+    environment = {**os.environ, "TMPDIR": str(temporary)}
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=240, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{GUIDED_INPUTS} inputs" in done.stdout
-    assert not list(tmp_path.iterdir())
+    assert not list(artifacts.iterdir())
+    assert not list(temporary.iterdir()), "it leaves files behind"

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -23,9 +24,9 @@ FARFILL = [sys.executable, "-m", "farfill.cli.main"]
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def cluster_file(folder: Path, lab: Lab) -> Path:
+def cluster_file(folder: Path, lab: Lab, *, near_dials: bool = False) -> Path:
     near, far = lab.address("near"), lab.address("far")
-    cluster = {
+    cluster: dict[str, Any] = {
         "model": {"name": "any", "path": "model"},
         "gateway": {"site": "near"},
         "registry": {"site": "near", "listen": f"{near}:7400"},
@@ -43,6 +44,11 @@ def cluster_file(folder: Path, lab: Lab) -> Path:
         "tls": {"ca": "file:pki/ca.pem", "cert": "file:pki/{name}.pem", "key": "file:pki/{name}.key"},
         "tickets": {"signing_key": "file:pki/ticket.key", "public_key": "file:pki/ticket.pub"},
     }
+    if near_dials:
+        cluster["kv_transfer"] = {"dial": "receiver"}
+        del cluster["workers"]["decode-near"]["transfer_listen"]
+        del cluster["workers"]["decode-near"]["transfer_advertise"]
+        cluster["workers"]["prefill-far"]["transfer_listen"] = f"{far}:7601"
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(cluster))
     create_pki(folder / "pki", members_of(load_config(path).config), days=1)
@@ -94,6 +100,22 @@ def test_a_measured_link_is_as_it_was_set_and_a_change_is_seen(lab: Lab, tmp_pat
         assert "goodput" in changed.stderr
         assert "round trip" in changed.stderr
         assert json.loads(changed.stdout)["rtt_ms"] > 119
+
+
+def test_a_link_that_only_near_may_open_is_measured_too(lab: Lab, tmp_path: Path):
+    config, baseline = cluster_file(tmp_path, lab, near_dials=True), tmp_path / "link.json"
+    lab.link("near", "far").set(rate_bits_per_s=100e6, rtt_s=0.04)
+    near = lab.start("near", [*FARFILL, "link", "serve", "--config", str(config)])
+    try:
+        done = measure(lab, config, "--baseline", str(baseline))
+    finally:
+        near.terminate()
+        assert near.wait(20) == 0
+    assert done.returncode == 0, done.stderr
+    report = json.loads(baseline.read_text())
+    assert 39 < report["rtt_ms"] < 80
+    assert 60e6 < report["steps"][0]["bits_per_s"] < 150e6  # so short a step counts what fills buffers
+    assert set(report["codecs_target"]) == {"lz4", "zstd"}
 
 
 def test_a_link_nobody_serves_is_one_clear_line(lab: Lab, tmp_path: Path):

@@ -211,7 +211,6 @@ ARCHITECTURES: dict[str, Architecture] = {
             "mamba_d_state": 16,
             "num_experts": 2,
             "num_experts_per_tok": 1,
-            "use_mamba_kernels": False,
         },
     ),
     "falcon_mamba": Architecture("FalconMambaConfig", {"num_hidden_layers": 3, "state_size": 16, "expand": 2}),
@@ -229,7 +228,7 @@ REFUSED: dict[str, Architecture] = {
 }
 
 
-def make_config(name: str) -> Any:
+def make_config(name: str, context_tokens: int = CONTEXT) -> Any:
     """The configuration of architecture `name`, without the common settings it does not know."""
     import transformers
 
@@ -237,16 +236,18 @@ def make_config(name: str) -> Any:
     config_class: Any = getattr(transformers, architecture.config)
     known = set(config_class().to_dict()) | set(config_class.attribute_map)
     common = {key: value for key, value in _COMMON.items() if key in known}
+    if "max_position_embeddings" in common:
+        common["max_position_embeddings"] = context_tokens
     return config_class(**{**common, **architecture.settings})
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, context_tokens: int = CONTEXT) -> Any:
     """The model of architecture `name`, with weights that make greedy output vary."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    net = AutoModelForCausalLM.from_config(make_config(name)).eval()
+    net = AutoModelForCausalLM.from_config(make_config(name, context_tokens)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight_name, weight in net.named_parameters():
@@ -258,7 +259,7 @@ def make_model(name: str) -> Any:
     return net
 
 
-def save_model(name: str, folder: Path) -> None:
+def save_model(name: str, folder: Path, context_tokens: int = CONTEXT) -> None:
     """A model folder as `farfill model fetch` makes it."""
-    make_model(name).save_pretrained(folder)
+    make_model(name, context_tokens).save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))

@@ -105,6 +105,7 @@ class StubWorker:
     refuse_continuation: bool = False
     drop_connections: int = 0
     cached_tokens: int = 0
+    lossy: str = ""
     texts: list[str] | None = None
     finish_reason: str = "length"
     fail_after_events: int | None = None
@@ -226,9 +227,11 @@ class StubWorker:
 
     async def _events(self, command: DecodeCommand, failure: str | None) -> AsyncIterator[GenerationEvent]:
         remote = bool(command.ticket) and failure is None
-        yield start_event(
+        start = start_event(
             len(command.token_ids), "remote" if remote else "local", failure or "none", self.cached_tokens
         )
+        start.lossy = self.lossy if remote else ""
+        yield start
         texts = self.texts or [f"w{i} " for i in range(command.sampling.max_tokens)]
         for i, text in enumerate(texts):
             for index in range(command.sampling.n):

@@ -104,6 +104,7 @@ class TwoWorkers:
 
     def __init__(self, folder: Path, far_fingerprint: str = "f" * 64, **options: Any) -> None:
         self.gates = {PREFILL: Gate(), DECODE: Gate()}
+        self.lossy: str = options.pop("lossy", "")
         self.prefill_engine = self._engine(PREFILL, fingerprint=far_fingerprint, **options)
         self.decode_engine = self._engine(DECODE, **options)
         self.ends = Ends(folder, layout=self.decode_engine.info.layout)
@@ -150,7 +151,7 @@ class TwoWorkers:
         if role is Role.PREFILL:
             prefill = PrefillService(name, engine, self.ends.sender, verifier, metrics)
         else:
-            decode = DecodeService(name, engine, self.ends.receiver, verifier, metrics)
+            decode = DecodeService(name, engine, self.ends.receiver, verifier, metrics, lossy=self.lossy)
         deps = WorkerDeps(
             cluster="test",
             name=name,

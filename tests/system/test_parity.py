@@ -60,6 +60,16 @@ async def test_parity_command_where_placements_may_not_be_forced_says_the_key(hy
     assert "allow_placement_override" in err
 
 
+async def test_parity_command_where_kv_travels_lossy_is_refused_unless_allowed(hybrid_cluster: Cluster) -> None:
+    config = hybrid_cluster.write_config("lossy.yaml", {"kv_transfer": {"lossy": "int8"}})
+    code, _, err = await _farfill("parity", "--config", str(config))
+    assert code == 2
+    assert "kv_transfer.lossy" in err
+    assert "--allow-lossy" in err
+    code, _, _ = await _farfill("parity", "--config", str(config), "--lengths", "16", "--allow-lossy")
+    assert code == 0, "the cluster that runs does not have it"
+
+
 async def _farfill(*arguments: str) -> tuple[int | None, str, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import ssl
 import tempfile
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from aiohttp import web
 
 from farfill.cli.run_role import http_server, registry_url, run_until_stopped, start_logging
 from farfill.config.load import LoadedConfig, load_config
-from farfill.config.secrets import read_public_tls, read_ticket_signing_key, read_tls
+from farfill.config.secrets import TlsMaterial, read_public_tls, read_ticket_signing_key, read_tls
 from farfill.core.errors import ConfigError
-from farfill.gateway.app import build_runner
+from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.identity import worker_context
 from farfill.gateway.service import GatewayDeps
 from farfill.gateway.tokenizer import load_tokenizer
@@ -25,6 +28,7 @@ from farfill.registry.identity import registry_context
 from farfill.telemetry.loop_lag import watch_loop_lag
 from farfill.telemetry.metrics import GatewayMetrics, exposition
 from farfill.transfer.tickets import TicketSigner
+from farfill.transport.certificates import CertificateWatch, ServerContext
 
 # How long running requests may go on after SIGTERM.
 DRAIN_S = 30.0
@@ -58,20 +62,45 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         metrics=functools.partial(exposition, metrics.registry),
         registry_away_s=lambda: watcher.stale_s,
     )
-    public = public_context(loaded)
+    runner = build_runner(deps, shutdown_timeout_s=DRAIN_S)
+
+    def use(found: TlsMaterial) -> None:
+        pems = (found.cert_pem, found.key_pem, found.ca_pem)
+        workers, registry = worker_context(*pems, config.cluster), registry_context(*pems, config.cluster)
+        runner.app[SERVICE].client.use_context(workers)
+        watcher.use_context(registry)
+
+    certificates = CertificateWatch(tls, functools.partial(read_tls, loaded, "gateway"), use)
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))
     try:
-        async with watcher, http_server(build_runner(deps, shutdown_timeout_s=DRAIN_S), config.gateway.listen, public):
+        async with watcher, certificates.running(), _public_server(loaded, runner):
             await stop.wait()
     finally:
         lag.cancel()
 
 
-def public_context(loaded: LoadedConfig) -> ssl.SSLContext | None:
-    """TLS of the public API; None: plain HTTP. Raises ConfigError when certificate and key do not fit."""
-    pems = read_public_tls(loaded)
+@contextlib.asynccontextmanager
+async def _public_server(loaded: LoadedConfig, runner: web.AppRunner) -> AsyncIterator[None]:
+    """The API, with TLS if the cluster file says so; then it follows its certificate, too."""
+    pems, listen = read_public_tls(loaded), loaded.config.gateway.listen
     if pems is None:
-        return None
+        async with http_server(runner, listen, None):
+            yield
+        return
+    public = ServerContext(public_context(pems))
+
+    def read() -> tuple[bytes, bytes]:
+        found = read_public_tls(loaded)
+        assert found is not None, "the cluster file is read once"
+        return found
+
+    watch = CertificateWatch(pems, read, lambda found: public.replace(public_context(found)))
+    async with watch.running(), http_server(runner, listen, public.context):
+        yield
+
+
+def public_context(pems: tuple[bytes, bytes]) -> ssl.SSLContext:
+    """TLS of the public API from (certificate chain, key). Raises ConfigError when they do not fit."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     # The ssl module reads chains from files only: one that nobody else can read, gone at once.
     handle, path = tempfile.mkstemp(prefix="farfill-", suffix=".pem")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -26,10 +27,11 @@ from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import read_tls
 from farfill.core.cluster import Role
 from farfill.core.errors import ConfigError
-from farfill.verify.link import Ends, LinkMeasurement
+from farfill.verify.link import Ends, LinkMeasurement, LinkReport
 from farfill.verify.link_baseline import compare, read_baseline, write_baseline
 from farfill.verify.link_codecs import measure_here
 from farfill.verify.link_report import draw, print_changes, print_report
+from farfill.verify.link_reverse import FarSide, dial_far_side, let_in_near_side
 from farfill.verify.link_serve import LinkServer
 
 app = typer.Typer(no_args_is_help=True, help="Measure the path between two sites through the transfer plane.")
@@ -48,12 +50,23 @@ def serve(
     transfer_listen: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Instead of the worker's transfer_listen.")
     ] = None,
+    far: Annotated[
+        str | None, typer.Option(help="Prefill worker to dial where kv_transfer.dial is receiver, if several fit.")
+    ] = None,
+    at: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where measure listens then; unset: its advertise."),
+    ] = None,
 ) -> None:
     """At the near site: receive what `measure` sends, until stopped. Takes the addresses of the worker."""
     loaded = load_config(config)
     name = pick_worker(loaded, Role.DECODE, name)
     start_logging(loaded, role="link", site=loaded.config.workers[name].site, name=name)
-    run_until_stopped(lambda stop: _serve(loaded, name, listen, transfer_listen, stop))
+    if _near_dials(loaded):
+        far_side = _far_side(loaded, far, at)
+        run_until_stopped(lambda stop: _serve_dialling(loaded, name, far_side, stop))
+    else:
+        run_until_stopped(lambda stop: _serve(loaded, name, listen, transfer_listen, stop))
 
 
 @app.command("measure")
@@ -64,6 +77,13 @@ def measure(
     to: Annotated[str | None, typer.Option(help="Decode worker to reach, if several are named in the file.")] = None,
     at: Annotated[
         str | None, typer.Option(metavar="HOST:PORT", help="Where serve listens; unset: the worker's advertise.")
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Where kv_transfer.dial is receiver: instead of its own listen."),
+    ] = None,
+    transfer_listen: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Likewise, instead of its own transfer_listen.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="For each number of connections.")] = 3.0,
     baseline: Annotated[Path | None, typer.Option(help="Write what was measured there.")] = None,
@@ -76,11 +96,9 @@ def measure(
     """At the far site: measure the link to a site where `serve` runs."""
     loaded = load_config(config)
     earlier = None if against is None else read_baseline(against)
+    ends = _ends(loaded, name, to, at)
     with progress() as report:
-        measurement = LinkMeasurement(
-            _ends(loaded, name, to, at), loaded.config.kv_transfer, seconds=seconds, report=report
-        )  # fmt: skip
-        result = asyncio.run(measurement.run())
+        result = asyncio.run(_measure(loaded, ends, seconds, report, listen=listen, transfer_listen=transfer_listen))
     changes = [] if earlier is None else compare(earlier, result)
     if as_json:
         typer.echo(msgspec.json.encode(result).decode())
@@ -101,8 +119,7 @@ async def _serve(
 ) -> None:
     config, worker, tls = loaded.config, loaded.config.workers[name], read_tls(loaded, name)
     transfer_address = transfer_listen or worker.transfer_listen
-    if transfer_address is None:
-        raise ConfigError(f"{loaded.path}: {name} dials itself; the far side dials to measure: say --transfer-listen")
+    assert transfer_address is not None, "checked with the file"
     server = LinkServer(
         cluster=config.cluster,
         name=name,
@@ -118,6 +135,67 @@ async def _serve(
             await stop.wait()
     finally:
         await server.close()
+
+
+async def _serve_dialling(loaded: LoadedConfig, name: str, far: FarSide, stop: asyncio.Event) -> None:
+    config, tls = loaded.config, read_tls(loaded, name)
+    pems = (tls.cert_pem, tls.key_pem, tls.ca_pem)
+    server = LinkServer(
+        cluster=config.cluster,
+        name=name,
+        listen=None,
+        pems=pems,
+        config=config.kv_transfer,
+        codecs=await asyncio.to_thread(measure_here),
+    )
+    await server.start("")
+    dialling = asyncio.create_task(dial_far_side(server, far, pems), name="farfill-link-dial")
+    stopping = asyncio.create_task(stop.wait(), name="farfill-link-stop")
+    try:
+        log.info("link_ready")
+        await asyncio.wait((dialling, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if dialling.done():
+            dialling.result()
+    finally:
+        dialling.cancel()
+        stopping.cancel()
+        await asyncio.wait((dialling, stopping))
+        await server.close()
+
+
+async def _measure(
+    loaded: LoadedConfig,
+    ends: Ends,
+    seconds: float,
+    report: Callable[[str], None],
+    *,
+    listen: str | None,
+    transfer_listen: str | None,
+) -> LinkReport:
+    config, worker = loaded.config.kv_transfer, loaded.config.workers[ends.source]
+    if not _near_dials(loaded):
+        return await LinkMeasurement(ends, config, seconds=seconds, report=report).run()
+    transfer_address = transfer_listen or worker.transfer_listen
+    assert transfer_address is not None, "checked with the file"
+    near = let_in_near_side(ends, listen or worker.listen, report)
+    measurement = LinkMeasurement(
+        ends, config, seconds=seconds, report=report, near=near, transfer_listen=transfer_address
+    )  # fmt: skip
+    return await measurement.run()
+
+
+def _near_dials(loaded: LoadedConfig) -> bool:
+    return loaded.config.kv_transfer.dial == "receiver"
+
+
+def _far_side(loaded: LoadedConfig, far: str | None, at: str | None) -> FarSide:
+    name = pick_worker(loaded, Role.PREFILL, far)
+    worker = loaded.config.workers[name]
+    transfer = worker.transfer_advertise or worker.transfer_listen
+    assert transfer is not None, "checked with the file"
+    return FarSide(
+        cluster=loaded.config.cluster, name=name, control=at or worker.advertise or worker.listen, transfer=transfer
+    )
 
 
 def _host(listen: str, advertised: str) -> str:

@@ -44,6 +44,7 @@ class ParityPlan:
     max_tokens: int
     repeat: int
     concurrency: int
+    allow_lossy: bool = False
 
 
 def parity(
@@ -64,6 +65,9 @@ def parity(
             " long as layers have at most 4096 inputs.",
         ),
     ] = 1,
+    allow_lossy: Annotated[
+        bool, typer.Option("--allow-lossy", help="Compare although KV travels in a lossy form (kv_transfer.lossy).")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
     start: Annotated[bool, typer.Option("--up", help="Start a cluster for this run, and stop it.")] = False,
     model: Annotated[str | None, typer.Option(help="With --up: smollm2 (default) or gemma3.")] = None,
@@ -78,7 +82,12 @@ def parity(
         {"--model": model, "--dtype": dtype, "--accept-gemma-terms": accept_gemma_terms},
     )
     plan = ParityPlan(
-        lengths=_parse_lengths(lengths), prompts=prompts, max_tokens=tokens, repeat=repeat, concurrency=concurrency
+        lengths=_parse_lengths(lengths),
+        prompts=prompts,
+        max_tokens=tokens,
+        repeat=repeat,
+        concurrency=concurrency,
+        allow_lossy=allow_lossy,
     )
     console = Console(stderr=True)
     if start:
@@ -86,6 +95,8 @@ def parity(
         result = run_stoppable(_compare_once(cluster_plan, plan, console))
     else:
         try:
+            if config is not None and not allow_lossy:
+                refuse_lossy(config)
             result = asyncio.run(compare(gateway_url(config, gateway), plan, console))
         except GatewayUnreachableError as error:
             raise ConfigError(f"{error}\nstart a cluster first (farfill up), or say --up") from error
@@ -154,6 +165,7 @@ async def compare(url: str, plan: ParityPlan, console: Console) -> ParityResult:
             client,
             cases,
             concurrency=plan.concurrency,
+            allow_lossy=plan.allow_lossy,
             progress=lambda row: console.print(describe(row), highlight=False),
         )
 
@@ -171,6 +183,15 @@ def gateway_url(config: Path | None, gateway: str | None) -> str:
         )
     scheme = "https" if loaded.config.gateway.tls_cert is not None else "http"
     return f"{scheme}://{loaded.config.gateway.listen}"
+
+
+def refuse_lossy(config: Path) -> None:
+    """Raises ConfigError when the cluster sends KV in a lossy form: outputs would differ, and rightly so."""
+    form = load_config(config).config.kv_transfer.lossy
+    if form != "none":
+        raise ConfigError(
+            f"{config}: kv_transfer.lossy is {form}, so outputs may differ; set it to none, or say --allow-lossy"
+        )
 
 
 def checked_url(url: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +16,7 @@ from farfill.config.secrets import read_tls
 from farfill.registry.opening import open_store
 from farfill.registry.server import RegistryService
 from farfill.telemetry.metrics import RegistryMetrics
+from farfill.transport.certificates import CertificateWatch, ServerContext
 
 
 def registry(config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml")) -> None:
@@ -28,7 +30,11 @@ async def serve_registry(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     """Serve until `stop`."""
     config, clock = loaded.config, WallClock()
     workers = [(worker.site, str(worker.role)) for worker in config.workers.values()]
-    tls = server_tls(read_tls(loaded, "registry"))
+    tls = read_tls(loaded, "registry")
+    server = ServerContext(server_tls(tls))
+    certificates = CertificateWatch(
+        tls, functools.partial(read_tls, loaded, "registry"), lambda found: server.replace(server_tls(found))
+    )
     async with open_store(loaded, clock) as store:
         service = RegistryService(
             cluster=config.cluster,
@@ -37,5 +43,6 @@ async def serve_registry(loaded: LoadedConfig, stop: asyncio.Event) -> None:
             clock=clock,
             metrics=RegistryMetrics(site=config.registry.site, workers=workers),
         )
-        async with http_server(plain_runner(service.app()), config.registry.listen, tls):
+        runner = plain_runner(service.app())
+        async with certificates.running(), http_server(runner, config.registry.listen, server.context):
             await stop.wait()

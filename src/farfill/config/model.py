@@ -162,14 +162,37 @@ class ModelConfig(Section):
 
 
 class EngineConfig(Section):
-    type: Literal["torch"] = Field(default="torch", description="The model executor.")
+    type: Literal["torch", "vllm"] = Field(
+        default="torch",
+        description="The model executor. torch: in the worker's process; vllm: a vLLM server that the worker starts"
+        " beside it, from the same Python environment.",
+    )
+    vllm_args: list[str] = Field(
+        default=[],
+        examples=["['--tensor-parallel-size=2']"],
+        description="Further flags of vLLM. With engine.type vllm, engine.threads, prefix_cache_mb and what follows"
+        " are vLLM's own business: set them here.",
+    )
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:\d+)?|mps)$",
         examples=["cpu", "cuda", "cuda:N", "mps"],
         description="torch device.",
     )
-    threads: int = Field(default=0, ge=0, le=1024, description="CPU threads of one worker; 0: all cores.")
+    threads: int = Field(
+        default=0, ge=0, le=1024, description="CPU threads of one worker; 0: as many as cpus, or all cores."
+    )
+    cpus: str | None = Field(
+        default=None,
+        pattern=r"^\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*$",
+        examples=["'0-3'", "'0,2,8-11'"],
+        description="CPUs the engine's threads are pinned to; unset: any. Linux only.",
+    )
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        default="auto",
+        description="How attention is computed. sdpa: torch's fused kernels; eager: the model's own formula; auto: sdpa"
+        " where the model allows it.",
+    )
     max_batch: int = Field(default=16, ge=1, le=1024, description="Sequences decoded together.")
     max_queue: int = Field(default=256, ge=1, description="Waiting sequences; more are refused with 503.")
     kv_cache_mb: int = Field(default=2048, ge=16, description="Bound on KV memory of one worker, in MiB.")

@@ -1,4 +1,4 @@
-"""Where Farfill keeps files of its own (XDG), and the environment its child processes get."""
+"""Where Farfill keeps files of its own (XDG), and the environment that libraries and child processes get."""
 
 from __future__ import annotations
 
@@ -16,3 +16,9 @@ def cache_dir() -> Path:
 def child_environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with `extra` on top."""
     return {**os.environ, **extra}
+
+
+def default_environment(values: Mapping[str, str]) -> None:
+    """Set what this process's environment does not say yet, for libraries that read it when they are loaded."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)

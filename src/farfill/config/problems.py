@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -32,6 +33,7 @@ _EXPECTED = {
 }
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _RANGE_ERRORS = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
+_DECIMAL = re.compile(r"[-+]?(0|[1-9]\d*)(\.\d+)?([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,11 +174,9 @@ def _describe(found: Any) -> str:
 
 def _type_fix(kind: str, found: Any) -> str:
     if isinstance(found, str) and kind in ("int_type", "float_type"):
-        try:
-            float(found)
-        except ValueError:
-            return "give a number"
-        return "remove the quotes"
+        if _DECIMAL.fullmatch(found):
+            return "remove the quotes"
+        return "give a number in plain digits" if any(char.isdigit() for char in found) else "give a number"
     if kind == "string_type" and isinstance(found, bool | int | float):
         return "put it in quotes"
     if kind == "bool_type":
@@ -193,8 +193,8 @@ def _model_at(path: KeyPath, model: type[BaseModel]) -> type[BaseModel] | None:
         if isinstance(current, type) and issubclass(current, BaseModel):
             field = current.model_fields.get(str(part))
             current = _without_none(field.annotation) if field else None
-        elif typing.get_origin(current) is dict:
-            current = typing.get_args(current)[1]
+        elif typing.get_origin(current) in (dict, list):
+            current = typing.get_args(current)[-1]
         else:
             return None
     return current if isinstance(current, type) and issubclass(current, BaseModel) else None

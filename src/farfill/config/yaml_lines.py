@@ -12,6 +12,7 @@ from yaml.constructor import ConstructorError
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from farfill.config.problems import KeyPath, Problem
+from farfill.config.yaml_scalars import PlainLoader
 
 _MERGE_TAG = "tag:yaml.org,2002:merge"
 _SCALAR_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "int", "float", "str", "timestamp")}
@@ -31,7 +32,7 @@ class ParsedYaml:
 def parse_yaml(text: str) -> ParsedYaml:
     """Parse one YAML document. Never raises on bad input: what is wrong is in `problems`."""
     parsed = ParsedYaml(lines={(): 1})
-    loader = yaml.SafeLoader(text)
+    loader = PlainLoader(text)
     try:
         root = loader.get_single_node()
         if root is not None:

@@ -18,10 +18,10 @@ from farfill.core.layout import KVLayout
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a model can do exactly, as found when it was checked.
+    """What a model can do exactly and fast, as found when it was checked; the rest it does exactly and slowly.
 
-    Without `chunked_prefill` a prompt must fit into one prefill chunk; without `merged_decode` the sequences of a
-    batch are decoded one after the other within a step.
+    Without `chunked_prefill` every prefill chunk after the first is computed token by token; without `merged_decode`
+    the sequences of a batch are decoded one after the other within a step.
     """
 
     chunked_prefill: bool = True

@@ -20,6 +20,10 @@ from farfill.core.errors import EngineError, InvalidRequestError
 
 Allowed = npt.NDArray[np.bool_]
 
+ANY_OUTPUT = "start: /(.|\\n)*/"
+"""A grammar that forbids nothing. The first one an engine prepares builds tables of the vocabulary, for up to seconds
+and without letting other threads run: workers prepare this one before they serve."""
+
 MAX_GRAMMAR_CHARS = 256 * 1024
 _MAX_CACHED = 32
 # About 20 ms for a regular expression, 0.3 s for the largest schema, 20 ms for the worst step, 100 MB of states.
@@ -99,18 +103,18 @@ class Grammars:
 
 
 class Constraint:
-    """Where one choice is in its grammar. Owned by the engine's thread."""
+    """Where one choice is in its grammar. Owned by the engine's thread.
+
+    The matcher belongs to whichever thread computes a mask with it: nobody else may touch it until that is done.
+    """
 
     def __init__(self, matcher: LLMatcher, vocab_size: int, threads: ThreadPoolExecutor) -> None:
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._threads = threads
-        self._next = threads.submit(self._compute)
-
-    @property
-    def complete(self) -> bool:
+        self.complete = False
         """Whether the text satisfies the grammar and nothing may follow it."""
-        return self._matcher.is_stopped()
+        self._next = threads.submit(self._compute)
 
     def allowed(self) -> Allowed:
         """Which tokens may come now, of shape (vocab_size,). Raises EngineError (grammar_limit) over a bound."""
@@ -118,8 +122,10 @@ class Constraint:
 
     def advance(self, token: int) -> None:
         """Go on with a token that was allowed."""
+        self._next.result()
         if not self._matcher.consume_token(token):
             raise EngineError(f"the grammar refused token {token}", reason="grammar_limit")
+        self.complete = self._matcher.is_stopped()
         if not self.complete:
             self._next = self._threads.submit(self._compute)
 

@@ -104,6 +104,9 @@ class PrefillTurns:
         kv = job.kv
         assert kv is not None
         self._jobs[job] = None
+        # Newcomers get in line; otherwise a stream of them would keep the others waiting.
+        job.last_turn = self._turn
+        self._tenant_turns.setdefault(job.tenant, self._turn)
         hit, first_chunk = self._choose_hit(job)
         tokens = max(job.valid_tokens, hit.tokens if hit is not None else 0)
         if job.valid_tokens == tokens and job.checkpoints is not None and tokens < job.num_tokens:
@@ -267,9 +270,12 @@ class PrefillTurns:
             self._prefix.insert(job.keys, chunk, kv)
         job.chunk_ready(chunk, kv.read)
 
-    def interrupt(self, job: Job, spent: int) -> float | None:
-        """After `spent` layer-tokens: the seconds others took, or None when it is not time yet."""
-        if spent < self._budget() * self._layers:
+    def interrupt(self, job: Job, layer: int, spent: int) -> float | None:
+        """After `spent` layer-tokens: the seconds others took, or None when it is not time yet.
+
+        The last layer ends the step anyway.
+        """
+        if layer + 1 >= self._layers or spent < self._budget() * self._layers:
             return None
         begun_s = self._clock.now_s()
         try:
@@ -301,7 +307,7 @@ class _ChunkProgress:
         self._spent += self._tokens
         self._inside = True
         try:
-            paused_s = self._turns.interrupt(self._job, self._spent)
+            paused_s = self._turns.interrupt(self._job, layer, self._spent)
         finally:
             self._inside = False
         if paused_s is not None:

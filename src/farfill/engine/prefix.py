@@ -304,7 +304,7 @@ def state_spans(layout: KVLayout, tokens: int) -> list[Span]:
 
 def _span_bytes(layout: KVLayout, span: Span) -> int:
     tensor, start, end = span
-    return (end - start if layout.tensors[tensor].kind.has_rows else 1) * layout.tensors[tensor].row_bytes
+    return layout.tensors[tensor].rows(start, end) * layout.tensors[tensor].row_bytes
 
 
 def _snapshot(read: ReadState, layout: KVLayout, spans: Sequence[Span]) -> npt.NDArray[np.uint8]:

@@ -64,7 +64,7 @@ class ChatTemplate:
                     "documents": None,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except (jinja2.TemplateError, TypeError, ValueError, RecursionError) as error:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages", reason="chat_template"
             ) from error

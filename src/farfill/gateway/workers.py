@@ -137,12 +137,16 @@ class WorkerClient:
         """Open the connection pool."""
         limit_s = self._connect_timeout_s
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=self._tls if self._tls is not None else True),
+            connector=aiohttp.TCPConnector(limit=0),
             # Answers take as long as prefill takes; deadlines belong to whoever awaits them.
             timeout=aiohttp.ClientTimeout(total=None, connect=limit_s, sock_connect=limit_s),
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
+
+    def use_context(self, tls: ssl.SSLContext) -> None:
+        """New certificates or CAs for connections to come; running work keeps its connections."""
+        self._tls = tls
 
     async def close(self) -> None:
         """Close all connections."""
@@ -192,6 +196,7 @@ class WorkerClient:
                 instance.url + path,
                 data=None if command is None else body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body),
                 headers=_HEADERS,
+                ssl=self._tls if self._tls is not None else True,
                 server_hostname=self._server_name(instance),
             )
         except (aiohttp.ClientConnectorError, aiohttp.ClientSSLError, aiohttp.ConnectionTimeoutError) as error:

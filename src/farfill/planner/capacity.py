@@ -8,7 +8,7 @@ from farfill.core.errors import ConfigError
 from farfill.planner.answer import Answer, Option
 from farfill.planner.curves import MonotoneCurve
 from farfill.planner.link_study import equal_cost_gain, study_links
-from farfill.planner.options import Running, describe, hourly_price
+from farfill.planner.options import Running, describe, hourly_price, share_in_time
 from farfill.planner.problem import Problem
 from farfill.planner.profile import Profile
 from farfill.planner.sizing import FarOffer, NearOffer, cheapest, whole
@@ -46,13 +46,12 @@ def plan_capacity(problem: Problem) -> Answer:
         )
     asked = problem.workload.requests_per_s
     if asked is None:
-        chosen, fleet = most, everything
-        rate = most.requests_per_s / (1 + problem.headroom)
-        plan = describe("plan", problem, Running(fleet, chosen, demand), rate)
-        _require_ttft(problem, plan, may_grow=False)
+        running, rate = Running(everything, most, demand), most.requests_per_s / (1 + problem.headroom)
+        _in_time(problem, running, rate, may_grow=False)
     else:
-        rate = asked
-        fleet, chosen, plan = _sized(problem, demand, most, asked)
+        running, rate = _sized(problem, demand, most, asked), asked
+    fleet, chosen = running.fleet, running.split
+    plan = describe("plan", problem, running, rate)
     alternatives = _alternatives(problem, demand, fleet, rate)
     study = study_links(problem, demand, fleet, chosen) if fleet.far else None
     gain = equal_cost_gain(problem, demand, fleet, chosen)
@@ -112,7 +111,7 @@ def fleet_of(problem: Problem) -> Fleet:
     return Fleet(near=problem.near.profile, near_instances=problem.near.instances, far=tuple(pools))
 
 
-def _sized(problem: Problem, demand: Demand, most: Split, asked: float) -> tuple[Fleet, Split, Option]:
+def _sized(problem: Problem, demand: Demand, most: Split, asked: float) -> Running:
     """The cheapest fleet with headroom, grown until it meets the TTFT limit too."""
     target = asked * (1 + problem.headroom)
     if most.requests_per_s < target * (1 - 1e-9):
@@ -142,24 +141,24 @@ def _sized(problem: Problem, demand: Demand, most: Split, asked: float) -> tuple
             pools = tuple(replace(p, instances=n) for p, n in zip(everything.far, bought.far, strict=True))
             fleet = Fleet(near=near.profile, near_instances=bought.near_prefill + bought.near_decode, far=pools)
             chosen = best_threshold(fleet, demand, bought.near_prefill)
-        plan = describe("plan", problem, Running(fleet, chosen, demand), asked)
-        if _require_ttft(problem, plan, may_grow=bought is not None and target < most.requests_per_s):
-            return fleet, chosen, plan
+        running = Running(fleet, chosen, demand)
+        if _in_time(problem, running, asked, may_grow=bought is not None and target < most.requests_per_s):
+            return running
         target *= _MORE_EACH_TIME
 
 
-def _require_ttft(problem: Problem, plan: Option, *, may_grow: bool) -> bool:
+def _in_time(problem: Problem, running: Running, rate_per_s: float, *, may_grow: bool) -> bool:
     """Whether the TTFT limit is met; raises PlanImpossibleError when it is not and no more instances would help."""
-    limit = problem.ttft_s
-    if limit is None or plan.goodput_per_s >= plan.rate_per_s * problem.quantile * (1 - 1e-9):
+    share = share_in_time(problem, running, rate_per_s)
+    if share >= problem.quantile - 1e-9:
         return True
-    unloaded = plan.ttft_unloaded.p90_s
-    if may_grow and unloaded is not None:
+    if may_grow:
         return False
+    idle = share_in_time(problem, running, rate_per_s, queued=False)
     raise PlanImpossibleError(
-        f"slo.ttft_s: {limit:g} s for {problem.quantile:.0%} of requests cannot be reached: with all that may run,"
-        f" {plan.goodput_per_s / plan.rate_per_s:.0%} meet it (P90 is {_seconds(unloaded)} without any load);"
-        " allow more, shorten prompts, or prefill on faster instances"
+        f"slo.ttft_s: {problem.ttft_s:g} s for {problem.quantile:.0%} of requests cannot be reached: with all that may"
+        f" run, {share:.0%} meet it at {rate_per_s:.2f} requests/s, and {idle:.0%} without any queue; allow more time"
+        " or instances, shorten prompts, or prefill on faster instances"
     )
 
 
@@ -204,7 +203,3 @@ def _warnings(problem: Problem) -> list[str]:
                 " times beyond are extrapolated and too short; measure longer ones"
             )
     return found
-
-
-def _seconds(value: float | None) -> str:
-    return "infinite" if value is None else f"{value:.2f} s"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -40,8 +41,29 @@ def read_input(path: Path, model: type[Model], what: str) -> tuple[Model, dict[K
         try:
             return model.model_validate_json(json.dumps(parsed.value)), parsed.lines
         except ValidationError as error:
-            problems += problems_of(error.errors(include_url=False), model)
+            errors = error.errors(include_url=False)
+            for found in errors:
+                found["loc"] = _written(found["loc"], parsed.value)
+            problems += [_at_home(problem) for problem in problems_of(errors, model)]
     raise ConfigError("\n".join(dict.fromkeys(problem.render(path, parsed.lines) for problem in problems)))
+
+
+def _written(path: KeyPath, value: object) -> KeyPath:
+    """`path` as it stands in the file: without the tags by which pydantic tells the members of a union apart."""
+    kept: list[str | int] = []
+    for i, part in enumerate(path):
+        if isinstance(value, dict) and part in value:
+            value = cast("dict[str | int, object]", value)[part]
+        elif isinstance(value, list) and isinstance(part, int) and part < len(cast("list[object]", value)):
+            value = cast("list[object]", value)[part]
+        elif i < len(path) - 1:
+            continue
+        kept.append(part)
+    return tuple(kept)
+
+
+def _at_home(problem: Problem) -> Problem:
+    return replace(problem, fix=problem.fix.replace("docs/configuration.md", "docs/planning.md"))
 
 
 def refuse(path: Path, lines: dict[KeyPath, int], key: KeyPath, what: str, fix: str) -> ConfigError:

@@ -23,14 +23,23 @@ class KVSize(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
 class LayoutKVSize:
-    """The size a layout gives."""
+    """The size a layout gives, with equal tensors taken together: it is asked for many lengths."""
 
-    layout: KVLayout
+    def __init__(self, layout: KVLayout) -> None:
+        self._layout = layout
+        self._per_token = layout.bytes_per_token
+        self._states = sum(t.row_bytes for t in layout.tensors if not t.kind.has_rows)
+        self._windows = Counter[int]()
+        for tensor in layout.tensors:
+            if tensor.kind is TensorKind.WINDOW:
+                self._windows[tensor.window_tokens] += tensor.row_bytes
 
     def bytes_at(self, tokens: float) -> float:
-        return kv_bytes(self.layout, tokens)
+        if self._layout.checkpoint_tokens:
+            return kv_bytes(self._layout, tokens)
+        windows = sum(min(tokens, window) * row for window, row in self._windows.items())
+        return tokens * self._per_token + windows + self._states
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,18 @@ from farfill.planner.curves import Floats
 from farfill.planner.kv_size import KVSize
 from farfill.planner.lengths import Lengths
 from farfill.planner.profile import Profile
-from farfill.planner.queueing import Wait, moments, wait_in_pool
+from farfill.planner.queueing import FOR_EVER, Wait, moments, wait_in_pool
 
 _MOST_POINTS = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One pool that prefills `lengths` (tokens, weights): unloaded seconds of each, and the wait before."""
+    """One pool: the weight of each length, its seconds on idle sites and with the link shared, and the wait before."""
 
     weights: Floats
-    unloaded_s: Floats
+    idle_s: Floats
+    shared_s: Floats
     wait: Wait
 
 
@@ -75,7 +76,7 @@ class TtftModel:
         """Share of requests whose first token comes within `seconds`."""
         share = 0.0
         for stage in self._stages:
-            left = seconds - self._step_s - stage.unloaded_s
+            left = seconds - self._step_s - (stage.shared_s if queued else stage.idle_s)
             reached = stage.wait.within(left) if queued else (left >= 0).astype(np.float64)
             share += float((stage.weights * reached).sum())
         return share
@@ -84,7 +85,7 @@ class TtftModel:
         """Mean over all requests."""
         total = self._step_s
         for stage in self._stages:
-            total += float((stage.weights * stage.unloaded_s).sum())
+            total += float((stage.weights * (stage.shared_s if queued else stage.idle_s)).sum())
             if queued:
                 total += float(stage.weights.sum()) * stage.wait.overall_s
         return total
@@ -119,38 +120,43 @@ def ttft_model(
     stages: list[Stage] = []
     if below[1].sum() > 0:
         tokens, weights = _thinned(*below)
-        service = near.service_s(tokens)
-        stages.append(_stage(traffic, weights, near.prefill_s(tokens), service, near_prefill, share=1.0))
+        seconds = near.prefill_s(tokens)
+        wait = _wait(traffic, weights, near.service_s(tokens), near_prefill, share=1.0)
+        stages.append(Stage(weights=weights, idle_s=seconds, shared_s=seconds, wait=wait))
     if above[1].sum() > 0:
         tokens, weights = _thinned(*above)
         sizes = np.array([traffic.kv.bytes_at(float(t)) for t in tokens])
-        for path in far:
-            if path.share_of_far <= 0:
-                continue
-            prefill = path.profile.prefill_s(tokens)
-            unloaded = path.rtt_s + prefill + _after_prefill(traffic, path, tokens, weights, sizes, prefill=prefill)
-            service = path.profile.service_s(tokens)
-            stages.append(_stage(traffic, weights, unloaded, service, path.instances, share=path.share_of_far))
+        last = np.array([traffic.kv.bytes_at(min(float(t), traffic.chunk_tokens)) for t in tokens])
+        stages += [
+            _far_stage(traffic, path, tokens, weights, sizes=sizes, last=last) for path in far if path.share_of_far > 0
+        ]
     return TtftModel(stages, decode_step_s)
 
 
-def _stage(
-    traffic: Traffic, weights: Floats, unloaded: Floats, service: Floats, servers: int, *, share: float
+def _far_stage(
+    traffic: Traffic, path: FarPath, tokens: Floats, weights: Floats, *, sizes: Floats, last: Floats
 ) -> Stage:
+    """`sizes` are bytes of KV, `last` those that cannot leave before prefill ends."""
+    prefill = path.profile.prefill_s(tokens)
+    offered = traffic.rate_per_s * path.share_of_far * float((weights * sizes).sum())
+    free = path.link_bytes_per_s - offered
+
+    def seconds(rate: float) -> Floats:
+        return path.rtt_s + np.maximum(sizes / rate, prefill + last / rate)
+
+    idle = seconds(path.link_bytes_per_s)
+    wait = _wait(traffic, weights, path.profile.service_s(tokens), path.instances, share=path.share_of_far)
+    if free <= 0:
+        wait = FOR_EVER
+    return Stage(
+        weights=weights * path.share_of_far, idle_s=idle, shared_s=seconds(free) if free > 0 else idle, wait=wait
+    )
+
+
+def _wait(traffic: Traffic, weights: Floats, service: Floats, servers: int, *, share: float) -> Wait:
     mean, scv = moments(service, weights)
     rate = traffic.rate_per_s * float(weights.sum()) * share
-    wait = wait_in_pool(rate, servers, mean, scv, arrival_scv=traffic.arrival_scv)
-    return Stage(weights=weights * share, unloaded_s=unloaded, wait=wait)
-
-
-def _after_prefill(
-    traffic: Traffic, path: FarPath, tokens: Floats, weights: Floats, sizes: Floats, *, prefill: Floats
-) -> Floats:
-    """Seconds from the end of prefill until all KV is across."""
-    offered = traffic.rate_per_s * path.share_of_far * float((weights * sizes).sum())
-    free = path.link_bytes_per_s * max(1e-3, 1 - offered / path.link_bytes_per_s)
-    last = np.array([traffic.kv.bytes_at(min(float(t), traffic.chunk_tokens)) for t in tokens])
-    return np.maximum(sizes / free - prefill, last / free)
+    return wait_in_pool(rate, servers, mean, scv, arrival_scv=traffic.arrival_scv)
 
 
 def _thinned(tokens: Floats, weights: Floats) -> tuple[Floats, Floats]:

@@ -66,6 +66,13 @@ def describe(name: str, problem: Problem, running: Running, rate_per_s: float) -
     )
 
 
+def share_in_time(problem: Problem, running: Running, rate_per_s: float, *, queued: bool = True) -> float:
+    """Share of requests that meet the TTFT limit at `rate_per_s`; 1 when there is none."""
+    if problem.ttft_s is None:
+        return 1.0
+    return _model(problem, running, rate_per_s).within(problem.ttft_s, queued=queued)
+
+
 def hourly_price(problem: Problem, fleet: Fleet) -> float:
     """Of all instances of a fleet."""
     prices = {site.name: site.price for site, _ in problem.far}

@@ -37,6 +37,7 @@ class Wait:
 
 
 NO_WAIT = Wait(0.0, 0.0)
+FOR_EVER = Wait(1.0, math.inf)
 
 
 def wait_in_pool(
@@ -47,7 +48,7 @@ def wait_in_pool(
         return NO_WAIT
     load = rate_per_s * mean_s
     if servers < 1 or load >= servers:
-        return Wait(1.0, math.inf)
+        return FOR_EVER
     share = erlang_c(servers, load)
     mean = mean_s / (servers - load) * (arrival_scv + service_scv) / 2
     return Wait(share, mean)

@@ -57,9 +57,13 @@ class RegistryCalls:
 
     def open(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=self._context if self._context is not None else True, limit=4),
+            connector=aiohttp.TCPConnector(limit=4),
             headers={VERSION_HEADER: str(PROTOCOL_VERSION), "Content-Type": CONTENT_TYPE},
         )
+
+    def use_context(self, context: ssl.SSLContext) -> None:
+        """Connections to come use it; a call that runs is left alone."""
+        self._context = context
 
     async def close(self) -> None:
         if self._session is not None:
@@ -73,7 +77,9 @@ class RegistryCalls:
         try:
             async with (
                 asyncio.timeout(timeout_s),
-                self._session.request(method, self._url + path, data=body, params=query) as response,
+                self._session.request(
+                    method, self._url + path, data=body, params=query, ssl=self._context or True
+                ) as response,
             ):
                 answer = await response.read()
                 if response.status != 200:
@@ -134,6 +140,10 @@ class Announcer:
     def registered(self) -> bool:
         """Whether the registry lists us now: the last renewal is younger than the lease."""
         return self._sent is not None and self._now_s() - self._sent_at_s < self._lease_s
+
+    def use_context(self, context: ssl.SSLContext) -> None:
+        """New certificates or CAs for connections to come."""
+        self._calls.use_context(context)
 
     async def announce(self, **changes: Any) -> None:
         """Change fields of the instance. After a change of `state` it returns when the registry knows it,
@@ -226,6 +236,10 @@ class InstanceWatcher:
         self._revision = 0
         self._known = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+
+    def use_context(self, context: ssl.SSLContext) -> None:
+        """New certificates or CAs for connections to come."""
+        self._calls.use_context(context)
 
     def instances(self) -> tuple[Instance, ...]:
         """The last known state; it stays while the registry is away."""

@@ -25,6 +25,7 @@ from farfill.core.layout import DTYPE_BYTES, TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.kv.codec import ChunkCodec, Codec
+from farfill.kv.lossy import RowGroups, decode_lossy_into, row_groups
 from farfill.kv.manifest import Manifest
 from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.events import (
@@ -92,11 +93,15 @@ class Owner(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReceiveOptions:
-    """`chunk_limit_bytes` bounds what the sender proposes; `checksum`: chunks without one are refused."""
+    """`chunk_limit_bytes` bounds what the sender proposes; `checksum`: chunks without one are refused.
+
+    `lossy` is the only lossy form chunks may come in.
+    """
 
     limits: TransferLimits
     chunk_limit_bytes: int
     checksum: bool
+    lossy: Codec | None = None
 
 
 class Scratch:
@@ -221,6 +226,9 @@ class AwaitedTransfer:
             raise ProtocolError("CHUNK before OPEN", reason="bad_frame")
         if self._options.checksum and not header.flags & FLAG_CHECKSUM:
             raise ProtocolError("a chunk without checksum", reason="checksum_missing")
+        codec = Codec(header.codec)
+        if codec.lossy and (codec is not self._options.lossy or self.row_groups(header.piece) is None):
+            raise ProtocolError(f"a chunk in {codec.name}, which was not agreed on", reason="lossy_mismatch")
         chunk = grid.find(header.piece, header.offset, header.raw_bytes)
         claim = next(self._claims)
         landing = Landing(self, header, chunk, claim, session=session, scratch=scratch)
@@ -245,6 +253,10 @@ class AwaitedTransfer:
     def item_bytes(self, piece: int) -> int:
         """Item size of a piece's tensor, by our own layout."""
         return DTYPE_BYTES[self._tensor(piece).dtype]
+
+    def row_groups(self, piece: int) -> RowGroups | None:
+        """How a piece's numbers share scales, should it travel lossy; None when it may not."""
+        return row_groups(self._tensor(piece))
 
     def _tensor(self, piece: int) -> TensorLayout:
         manifest = self._slot.manifest
@@ -450,11 +462,18 @@ class Landing:
         header = self.header
         if self._encoded is not None:
             try:
-                item_bytes = self._transfer.item_bytes(header.piece)
-                wire = memoryview(self._encoded)[: header.wire_bytes]
-                self._scratch.codec.decode_into(Codec(header.codec), wire, item_bytes, target)
+                self._decode(memoryview(self._encoded)[: header.wire_bytes], target)
             except ProtocolError:
                 return "checksum"  # the bytes are wrong, found before the checksum was needed
         if header.flags & FLAG_CHECKSUM and xxhash.xxh3_128_digest(target) != header.checksum:
             return "checksum"
         return None
+
+    def _decode(self, wire: memoryview, target: memoryview) -> None:
+        """Raises ProtocolError unless `wire` fills `target` exactly."""
+        codec, piece = Codec(self.header.codec), self.header.piece
+        groups = self._transfer.row_groups(piece) if codec.lossy else None
+        if groups is not None:
+            decode_lossy_into(codec, wire, groups, self.header.offset, target)
+        else:
+            self._scratch.codec.decode_into(codec, wire, self._transfer.item_bytes(piece), target)

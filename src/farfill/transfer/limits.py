@@ -21,6 +21,7 @@ _KNOWN_REASONS = frozenset(
             "peer_not_allowed",
             "layout_mismatch",
             "manifest_mismatch",
+            "lossy_mismatch",
             "identity_refused",
         ),
         *("ticket_malformed", "ticket_forged", "ticket_expired", "ticket_not_yet_valid", "ticket_replayed"),
@@ -32,6 +33,7 @@ _KNOWN_REASONS = frozenset(
 _FALLBACK_BY_REASON = {
     "fingerprint_mismatch": FallbackReason.FINGERPRINT_MISMATCH,
     "layout_mismatch": FallbackReason.FINGERPRINT_MISMATCH,
+    "lossy_mismatch": FallbackReason.FINGERPRINT_MISMATCH,
 }
 
 

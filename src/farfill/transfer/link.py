@@ -18,10 +18,11 @@ from farfill.clock import Clock
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TicketError
-from farfill.kv.codec import ChunkCodec, Codec
+from farfill.core.layout import TensorLayout
+from farfill.kv.codec import ChunkCodec
 from farfill.topology.connections import ConnectionTuner
 from farfill.topology.estimate import LinkEstimate
-from farfill.transfer.adapt import CodecChooser, measure_codecs
+from farfill.transfer.encoder import ChunkEncoder, EncodedChunk
 from farfill.transfer.events import Control, LinkUp, Pull, Tick
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
@@ -121,7 +122,7 @@ class PeerLink:
         self._used_s = clock.now_s()
         self._tuner = ConnectionTuner(None if config.connections == "auto" else config.connections)
         self._watch = PathWatch()
-        self._chooser = CodecChooser(min(self._tuner.wanted, os.cpu_count() or 1))
+        self._encoder = ChunkEncoder(config, min(self._tuner.wanted, os.cpu_count() or 1), clock)
         self._numbers = 0
         self._slots: list[Slot | AdoptedSlot] = []
         self._retired: list[Slot | AdoptedSlot] = []
@@ -238,17 +239,18 @@ class PeerLink:
             self._early_bytes -= nbytes
             if waited_s > SLOW_ACCEPT_ROUND_TRIPS * (self.estimate.rtt_s or 0.0):
                 self.estimate.interrupted()  # what waited there for its transfer tells nothing about the link
+                self._encoder.interrupted()
 
-    def sent(self, wire_bytes: int, codec: Codec) -> None:
+    def sent(self, wire_bytes: int) -> None:
+        self._encoder.sent(wire_bytes)
         with self._lock:
-            now_s = self.clock.now_s()
             self._unsettled_bytes += wire_bytes
-            self.estimate.busy(now_s, at_full_rate=codec is Codec.NONE)
-            self._chooser.sent(codec, now_s)
+            self.estimate.busy(self.clock.now_s(), at_full_rate=self._encoder.link_bound)
 
     def settled(self, wire_bytes: int, raw_bytes: int) -> None:
         if not wire_bytes:
             return
+        self._encoder.settled(wire_bytes, raw_bytes)
         with self._lock:
             now_s = self.clock.now_s()
             self._watch.acked(wire_bytes)
@@ -257,24 +259,14 @@ class PeerLink:
             still_busy = self._unsettled_bytes > 0
             before = self.estimate.rate_bytes_per_s
             self.estimate.acknowledged(wire_bytes if raw_bytes else 0, now_s, still_busy=still_busy)
-            self._chooser.confirmed(raw_bytes, now_s, still_busy=still_busy)
             rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
         if withheld:
             self._wake()
         if rate != before:
             self.observer.link(self.peer_name, rate, rtt_s)
 
-    def codec_for(self, sample: memoryview, item_bytes: int, codec: ChunkCodec) -> Codec:
-        if self.config.compression != "auto":
-            return Codec[self.config.compression.upper()]
-        with self._lock:
-            wants_sample = self._chooser.wants_sample(self.clock.now_s())
-        if wants_sample:
-            samples = measure_codecs(codec, sample, item_bytes)
-            with self._lock:
-                self._chooser.sampled(samples)
-        with self._lock:
-            return self._chooser.choose(self.estimate.rate_bytes_per_s)
+    def encode(self, raw: memoryview, tensor: TensorLayout, offset: int, codec: ChunkCodec) -> EncodedChunk:
+        return self._encoder.encode(raw, tensor, offset, codec)
 
     def ended(self, transfer: PushedTransfer) -> None:
         with self._lock:
@@ -390,6 +382,7 @@ class PeerLink:
 
     def disconnected(self, connection: int, error: Exception | None) -> None:
         """A connection that was welcomed is over."""
+        self._encoder.interrupted()
         with self._lock:
             self._watch.gone(connection)
             self.estimate.interrupted()

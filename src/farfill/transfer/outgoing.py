@@ -18,11 +18,12 @@ import xxhash
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import ProtocolError, TransferError
-from farfill.core.layout import DTYPE_BYTES, TensorLayout
+from farfill.core.layout import TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
 from farfill.transfer.account import SentAccount
+from farfill.transfer.encoder import EncodedChunk
 from farfill.transfer.events import (
     Accepted,
     Acked,
@@ -77,8 +78,8 @@ class Link(Protocol):
 
     def chunks_ready(self) -> None: ...
 
-    def codec_for(self, sample: memoryview, item_bytes: int, codec: ChunkCodec) -> Codec:
-        """The codec for these bytes; they also serve as a sample, if one is due."""
+    def encode(self, raw: memoryview, tensor: TensorLayout, offset: int, codec: ChunkCodec) -> EncodedChunk:
+        """What travels of the chunk at byte `offset` of a piece, and what the receiver will hold."""
         ...
 
     def reserve_early(self, chunk_bytes: int, total_bytes: int) -> int:
@@ -89,7 +90,7 @@ class Link(Protocol):
         """The transfer was accepted, or is over, so long after it began."""
         ...
 
-    def sent(self, wire_bytes: int, codec: Codec) -> None: ...
+    def sent(self, wire_bytes: int) -> None: ...
 
     def settled(self, wire_bytes: int, raw_bytes: int) -> None:
         """Bytes reported by `sent` are no longer outstanding; `raw_bytes` of them arrived."""
@@ -100,11 +101,12 @@ class Link(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendOptions:
-    """`chunk_bytes` is what OPEN proposes; `checksum`: XXH3-128 over each chunk's raw bytes."""
+    """`chunk_bytes` and `lossy` are what OPEN says; `checksum`: XXH3-128 of a chunk as the receiver will hold it."""
 
     limits: TransferLimits
     chunk_bytes: int
     checksum: bool
+    lossy: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,6 +245,7 @@ class PushedTransfer:
             layout.prefill_chunk_tokens,
             self._options.chunk_bytes,
             layout_payload(layout),
+            self._options.lossy,
         )
         return OutgoingFrame(encode_frame(FrameHeader(FrameType.OPEN, self.key), payload))
 
@@ -272,7 +275,7 @@ class PushedTransfer:
                 if encoded is not None:
                     self._leaving[encoded.frame] = pull.connection
                     self._unsettled[order.chunk.index] = encoded.wire_bytes
-                    self._link.sent(encoded.wire_bytes, encoded.codec)
+                    self._link.sent(encoded.wire_bytes)
                     self._account.sent(
                         order.chunk, encoded.wire_bytes, encoded.codec, pull.connection, self._clock.now_s()
                     )
@@ -390,21 +393,20 @@ class PushedTransfer:
 
     def _encode(self, order: _Order, codec: ChunkCodec) -> _Encoded:
         chunk, raw = order.chunk, order.raw
-        item_bytes = DTYPE_BYTES[self._tensor(chunk).dtype]
-        used, wire = codec.encode(self._link.codec_for(raw, item_bytes, codec), raw, item_bytes)
+        encoded = self._link.encode(raw, self._tensor(chunk), chunk.offset, codec)
         header = FrameHeader(
             FrameType.CHUNK,
             self.key,
             chunk.piece,
             chunk.offset,
             chunk.nbytes,
-            len(wire),
-            used,
+            len(encoded.wire),
+            encoded.codec,
             (FLAG_CHECKSUM if self._options.checksum else 0) | (FLAG_EARLY if order.send.early else 0),
-            xxhash.xxh3_128_digest(raw) if self._options.checksum else NO_CHECKSUM,
+            xxhash.xxh3_128_digest(encoded.held) if self._options.checksum else NO_CHECKSUM,
             order.send.attempt,
         )
-        return _Encoded(OutgoingFrame(header.pack(), memoryview(wire)), len(wire), used)
+        return _Encoded(OutgoingFrame(header.pack(), memoryview(encoded.wire)), len(encoded.wire), encoded.codec)
 
     def _tensor(self, chunk: Chunk) -> TensorLayout:
         return self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]

@@ -28,6 +28,7 @@ from farfill.topology.connections import FEW
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.early import SHARE, EarlyChunks, key_of
+from farfill.transfer.encoder import lossy_codec
 from farfill.transfer.events import Ended
 from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
@@ -187,6 +188,7 @@ class KVReceiver:
                 limits=limits_of(self._config, timeout_s),
                 chunk_limit_bytes=self._chunk_limit_bytes,
                 checksum=self._config.checksum,
+                lossy=lossy_codec(self._config),
             ),
             self,
             held=slot.held if held is None else held,
@@ -339,6 +341,10 @@ class KVReceiver:
         difference = layout_difference(self._layout, payload)
         if difference is not None:
             raise IncompatiblePeerError(difference, reason="layout_mismatch")
+        if payload.lossy != self._config.lossy:
+            raise IncompatiblePeerError(
+                f"kv_transfer.lossy is {payload.lossy[:64]} there, {self._config.lossy} here", reason="lossy_mismatch"
+            )
         if payload.num_tokens != ticket.num_tokens:
             raise IncompatiblePeerError(
                 f"{payload.num_tokens} tokens, the ticket says {ticket.num_tokens}", reason="manifest_mismatch"

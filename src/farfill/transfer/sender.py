@@ -131,6 +131,7 @@ class KVSender:
                 link.estimate.rate_bytes_per_s,
             ),
             checksum=config.checksum,
+            lossy=config.lossy,
         )
         transfer = PushedTransfer(
             ticket, token, manifest, options, link=link, clock=self._clock, observer=self._observer

@@ -19,6 +19,7 @@ FORCE_HEADER = "x-farfill-force-placement"
 PLACEMENT_HEADER = "x-farfill-placement"
 FALLBACK_HEADER = "x-farfill-fallback"
 REASON_HEADER = "x-farfill-reason"
+LOSSY_HEADER = "x-farfill-kv-lossy"
 RECORD_WAIT_S = 10.0
 
 ForcedPlacement = Literal["remote", "local"]
@@ -70,7 +71,10 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One finished generation. `logprobs` are of the chosen tokens, `top` the alternatives by position."""
+    """One finished generation. `logprobs` are of the chosen tokens, `top` the alternatives by position.
+
+    `lossy` is the form KV travelled in; empty: exact.
+    """
 
     request_id: str
     placement: str
@@ -80,6 +84,7 @@ class Answer:
     logprobs: tuple[float, ...]
     top: tuple[tuple[TokenLogprob, ...], ...]
     text: str
+    lossy: str = ""
 
 
 class GatewayClient:
@@ -230,6 +235,7 @@ def _answer(headers: Any, choice: dict[str, Any]) -> Answer:
         logprobs=tuple(logprobs["token_logprobs"]),
         top=tuple(tuple(sorted(top.items(), key=lambda entry: -entry[1])) for top in logprobs["top_logprobs"]),
         text=choice["text"],
+        lossy=headers.get(LOSSY_HEADER, ""),
     )
 
 

@@ -1,7 +1,8 @@
 """Measures the path between two sites through the transfer plane itself: the far side, and what it finds out.
 
 The near side is `verify.link_serve`: it hands out tickets of its own, so nothing but two certificates of the cluster
-is needed, and its fingerprint is no model's, so no real cache can ever get there.
+is needed, and its fingerprint is no model's, so no real cache can ever get there. The far side dials it, or, with
+`verify.link_reverse`, lets it dial: KV goes the same way, from far to near.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import aiohttp
 import msgspec
@@ -28,7 +30,7 @@ from farfill.kv.manifest import build_manifest
 from farfill.transfer.observer import SilentObserver
 from farfill.transfer.sender import KVSender
 from farfill.transport.errors import IdentityError
-from farfill.transport.tls import client_context, peer_identity
+from farfill.transport.tls import client_context, peer_identity, server_context
 from farfill.verify.link_codecs import CodecRates, measure_here
 
 REPORT_VERSION = 1
@@ -121,6 +123,22 @@ class Ends:
     pems: tuple[bytes, bytes, bytes] = field(repr=False)
 
 
+class NearSide(Protocol):
+    """Control calls to the near side. All raise LinkTestError."""
+
+    async def offer(self) -> LinkOffer:
+        """What it says about itself."""
+        ...
+
+    async def ticket(self, num_tokens: int, connections: int) -> TicketOffer:
+        """It expects a transfer of that size now; `connections` is for a near side that dials."""
+        ...
+
+    async def ping(self) -> float:
+        """Seconds to and fro."""
+        ...
+
+
 class _Seen(SilentObserver):
     """What the plane reports while a step runs."""
 
@@ -138,7 +156,10 @@ class _Seen(SilentObserver):
 
 
 class LinkMeasurement:
-    """One measurement. `report` is told of each step in words."""
+    """One measurement. `report` is told of each step in words.
+
+    `near`: a near side that dials, together with `transfer_listen`, where its KV connections are let in.
+    """
 
     def __init__(
         self,
@@ -148,8 +169,12 @@ class LinkMeasurement:
         seconds: float,
         connections: Sequence[int] = CONNECTIONS,
         report: Callable[[str], None],
+        near: contextlib.AbstractAsyncContextManager[NearSide] | None = None,
+        transfer_listen: str | None = None,
     ) -> None:
         self._ends = ends
+        self._near = near or _near_side(ends)
+        self._transfer_listen = transfer_listen
         self._config = config
         self._seconds = seconds
         self._connections = connections
@@ -159,11 +184,12 @@ class LinkMeasurement:
         self._samples: list[tuple[float, float]] = []
         self._start_s = 0.0
         self._rate_bytes_per_s = 0.0
+        self._open = 0
 
     async def run(self) -> LinkReport:
         """Measure. Raises LinkTestError, and TransferError when a transfer fails."""
         ends = self._ends
-        async with _near_side(ends) as near:
+        async with self._near as near:
             offer = await near.offer()
             self._report(f"round trip to {ends.target}")
             rtt_s, jitter_s = await self._round_trips(near)
@@ -187,14 +213,14 @@ class LinkMeasurement:
             samples=self._samples,
         )
 
-    async def _round_trips(self, near: _NearSide) -> tuple[float, float]:
+    async def _round_trips(self, near: NearSide) -> tuple[float, float]:
         """Median round trip of small messages, and how much one differs from the next on average (RFC 3550)."""
         await near.ping()  # the connection's handshake is no round trip
         trips = [await near.ping() for _ in range(PINGS)]
         changes = [abs(after - before) for before, after in itertools.pairwise(trips)]
         return statistics.median(trips), statistics.fmean(changes)
 
-    async def _steps(self, near: _NearSide, offer: LinkOffer, rtt_s: float) -> AsyncIterator[LinkStep]:
+    async def _steps(self, near: NearSide, offer: LinkOffer, rtt_s: float) -> AsyncIterator[LinkStep]:
         best, in_vain = 0.0, 0
         for connections in self._connections:
             self._report(f"{connections} connection{'s' if connections > 1 else ''} for {self._seconds:g} s")
@@ -205,14 +231,23 @@ class LinkMeasurement:
             if in_vain == 2:
                 return
 
-    async def _step(self, near: _NearSide, offer: LinkOffer, rtt_s: float, connections: int) -> LinkStep:
+    async def _step(self, near: NearSide, offer: LinkOffer, rtt_s: float, connections: int) -> LinkStep:
         seen = _Seen()
         config = self._config.model_copy(update={"connections": connections, "compression": "none"})
+        pems = self._ends.pems
         sender = KVSender(
-            self._ends.source, FINGERPRINT, client_context(*self._ends.pems), config, self._clock, seen
-        )  # fmt: skip
+            self._ends.source,
+            FINGERPRINT,
+            client_context(*pems),
+            config,
+            self._clock,
+            seen,
+            listen=self._transfer_listen,
+            server_ctx=server_context(*pems),
+        )
         await sender.start()
         sampling = asyncio.create_task(self._sample(seen))
+        self._open = connections
         try:
             await self._find_rate(near, sender, offer, rtt_s)
             resent, sent = seen.resent_segments, seen.sent_bytes
@@ -231,7 +266,7 @@ class LinkMeasurement:
             rtt_ms=statistics.median(seen.rtts_s) * 1e3 if seen.rtts_s else None,
         )
 
-    async def _find_rate(self, near: _NearSide, sender: KVSender, offer: LinkOffer, rtt_s: float) -> None:
+    async def _find_rate(self, near: NearSide, sender: KVSender, offer: LinkOffer, rtt_s: float) -> None:
         """Transfers that grow until opening and confirming one hardly counts; they also open the connections."""
         nbytes = MIN_TRANSFER_BYTES
         await self._move(near, sender, offer, nbytes)
@@ -242,7 +277,7 @@ class LinkMeasurement:
                 return
             nbytes *= 4
 
-    async def _full_rate(self, near: _NearSide, sender: KVSender, offer: LinkOffer, seen: _Seen) -> float:
+    async def _full_rate(self, near: NearSide, sender: KVSender, offer: LinkOffer, seen: _Seen) -> float:
         """Bytes per second that left while transfers overlapped, from the first one's end on."""
         nbytes = round(min(MAX_TRANSFER_BYTES, max(MIN_TRANSFER_BYTES, self._rate_bytes_per_s * TRANSFER_S)))
         first_end, over = asyncio.Event(), asyncio.Event()
@@ -265,9 +300,9 @@ class LinkMeasurement:
             raise errors.exceptions[0] from None
         return rate
 
-    async def _move(self, near: _NearSide, sender: KVSender, offer: LinkOffer, nbytes: int) -> float:
+    async def _move(self, near: NearSide, sender: KVSender, offer: LinkOffer, nbytes: int) -> float:
         """One transfer of about that size; seconds from its beginning to the confirmation."""
-        given = await near.ticket(_tokens(nbytes))
+        given = await near.ticket(_tokens(nbytes), self._open)
         manifest = build_manifest(LAYOUT, given.ticket.num_tokens)
         start_s = time.monotonic()
         transfer = sender.begin(
@@ -287,20 +322,17 @@ class LinkMeasurement:
             before_s, before = now_s, now
 
 
-class _NearSide:
-    """Control calls to the near side."""
+class _DialledNearSide:
+    """A near side that listens."""
 
     def __init__(self, session: aiohttp.ClientSession, control: str) -> None:
         self._session = session
         self._url = f"https://{control}"
 
     async def offer(self) -> LinkOffer:
-        offer = msgspec.json.decode(await self._call("GET", "/v1/link"), type=LinkOffer)
-        if offer.report_version != REPORT_VERSION:
-            raise LinkTestError(f"link test version {offer.report_version} there, {REPORT_VERSION} here")
-        return offer
+        return checked_offer(await self._call("GET", "/v1/link"))
 
-    async def ticket(self, num_tokens: int) -> TicketOffer:
+    async def ticket(self, num_tokens: int, connections: int) -> TicketOffer:
         return msgspec.json.decode(await self._call("POST", f"/v1/link/tickets/{num_tokens}"), type=TicketOffer)
 
     async def ping(self) -> float:
@@ -320,15 +352,23 @@ class _NearSide:
 
 
 @contextlib.asynccontextmanager
-async def _near_side(ends: Ends) -> AsyncIterator[_NearSide]:
+async def _near_side(ends: Ends) -> AsyncIterator[NearSide]:
     timeout = aiohttp.ClientTimeout(total=CALL_DEADLINE_S)
-    connector = aiohttp.TCPConnector(ssl=_context(ends), limit=AT_ONCE + 1)
+    connector = aiohttp.TCPConnector(ssl=checked_context(ends.pems, ends.cluster, ends.target), limit=AT_ONCE + 1)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        yield _NearSide(session, ends.control)
+        yield _DialledNearSide(session, ends.control)
 
 
-def _context(ends: Ends) -> ssl.SSLContext:
-    """Refuses whoever is not the worker that shall be measured, before anything is said."""
+def checked_offer(body: bytes) -> LinkOffer:
+    """What the near side said, if it is of this version. Raises LinkTestError."""
+    offer = msgspec.json.decode(body, type=LinkOffer)
+    if offer.report_version != REPORT_VERSION:
+        raise LinkTestError(f"link test version {offer.report_version} there, {REPORT_VERSION} here")
+    return offer
+
+
+def checked_context(pems: tuple[bytes, bytes, bytes], cluster: str, wanted: str) -> ssl.SSLContext:
+    """Refuses whoever is not the worker `wanted`, before anything is said."""
 
     class IdentityCheckedObject(ssl.SSLObject):
         def do_handshake(self) -> None:
@@ -337,10 +377,10 @@ def _context(ends: Ends) -> ssl.SSLContext:
                 found = peer_identity(self)
             except IdentityError as error:
                 raise ssl.SSLCertVerificationError(str(error)) from error
-            if (found.cluster, found.name) != (ends.cluster, ends.target):
-                raise ssl.SSLCertVerificationError(f"{found.uri} answered where {ends.target} was expected")
+            if (found.cluster, found.name) != (cluster, wanted):
+                raise ssl.SSLCertVerificationError(f"{found.uri} answered where {wanted} was expected")
 
-    context = client_context(*ends.pems)
+    context = client_context(*pems)
     context.sslobject_class = IdentityCheckedObject
     return context
 

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 
 from farfill.kv.codec import ChunkCodec
-from farfill.transfer.adapt import SAMPLE_BYTES, measure_codecs
+from farfill.transfer.encoder import SAMPLE_BYTES, measure_codecs
 
 _ITEM_BYTES = 2
 _ROUNDS = 5

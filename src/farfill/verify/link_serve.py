@@ -20,13 +20,13 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from farfill.clock import WallClock
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import Role
-from farfill.core.errors import FarfillError
+from farfill.core.errors import CapacityError, FarfillError, InvalidRequestError
 from farfill.core.ticket import Ticket
 from farfill.kv.manifest import Manifest, build_manifest
 from farfill.transfer.protocol import ExpectedTransfer
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.tickets import TicketSigner, TicketVerifier
-from farfill.transport.tls import PeerIdentity, peer_identity, server_context
+from farfill.transport.tls import PeerIdentity, client_context, peer_identity, server_context
 from farfill.verify.link import (
     AT_ONCE,
     FINGERPRINT,
@@ -68,14 +68,17 @@ class _ScratchSlot:
 
 
 class LinkServer:
-    """`start` it, serve `app` with mutual TLS, `close` it. `pems`: certificate, key and CA of the worker `name`."""
+    """`start` it, serve `app` with mutual TLS, `close` it. `pems`: certificate, key and CA of the worker `name`.
+
+    Without `listen` it dials for KV, to the `source` given with each ticket (see `verify.link_reverse`).
+    """
 
     def __init__(
         self,
         *,
         cluster: str,
         name: str,
-        listen: str,
+        listen: str | None,
         pems: tuple[bytes, bytes, bytes],
         config: KVTransferConfig,
         codecs: dict[str, CodecRates],
@@ -88,10 +91,11 @@ class LinkServer:
         key = Ed25519PrivateKey.generate()
         self._signer = TicketSigner(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
         public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
-        verifier = TicketVerifier(public, self._clock, CLOCK_TOLERANCE_S)
-        self._receiver = KVReceiver(
-            listen, name, FINGERPRINT, LAYOUT, server_context(*pems), verifier, config, self._clock
-        )  # fmt: skip
+        self._verifier = TicketVerifier(public, self._clock, CLOCK_TOLERANCE_S)
+        self._listen = listen
+        self._pems = pems
+        self._config = config
+        self._receiver = self._make_receiver(config)
         self._waiting: set[asyncio.Task[None]] = set()
         self._advertised = ""
 
@@ -104,6 +108,27 @@ class LinkServer:
         """Fail what is under way, and end."""
         await self._receiver.close()
         await asyncio.gather(*self._waiting)
+
+    async def use_connections(self, connections: int) -> None:
+        """Where this side dials: with so many connections from now on."""
+        if self._listen is None and self._config.connections != connections:
+            self._config = self._config.model_copy(update={"connections": connections})
+            await self._receiver.close()
+            self._receiver = self._make_receiver(self._config)
+            await self._receiver.start()
+
+    def _make_receiver(self, config: KVTransferConfig) -> KVReceiver:
+        return KVReceiver(
+            self._listen,
+            self._name,
+            FINGERPRINT,
+            LAYOUT,
+            server_context(*self._pems),
+            self._verifier,
+            config,
+            self._clock,
+            client_ctx=client_context(*self._pems),
+        )
 
     @property
     def expected(self) -> int:
@@ -127,39 +152,53 @@ class LinkServer:
         return await handler(request)
 
     async def _offer(self, _: web.Request) -> web.Response:
-        offer = LinkOffer(
+        return _json(self.offer())
+
+    def offer(self) -> LinkOffer:
+        """What this side says about itself."""
+        return LinkOffer(
             report_version=REPORT_VERSION,
             transfer_address=self._advertised,
             encryption=self._encryption,
             codecs=self._codecs,
         )
-        return _json(offer)
 
     async def _ticket(self, request: web.Request) -> web.Response:
-        num_tokens = int(request.match_info["tokens"])
-        if not 1 <= num_tokens <= MAX_TRANSFER_BYTES // LAYOUT.bytes_per_token:
-            return web.Response(status=400, text=f"{num_tokens} tokens are none, or more than one transfer may have")
-        if len(self._waiting) >= MAX_EXPECTED:
-            return web.Response(status=429, text=f"{MAX_EXPECTED} transfers are under way already")
         identity = _identity_of(request)
         assert identity is not None, "the guard saw to it"
+        try:
+            return _json(self.expect(identity.name, int(request.match_info["tokens"])))
+        except InvalidRequestError as error:
+            return web.Response(status=400, text=str(error))
+        except CapacityError as error:
+            return web.Response(status=429, text=str(error))
+
+    def expect(self, prefill: str, num_tokens: int, source: str = "") -> TicketOffer:
+        """Expect a transfer of that size from `prefill` now.
+
+        Raises InvalidRequestError for a size out of bounds, CapacityError while too many are under way.
+        """
+        if not 1 <= num_tokens <= MAX_TRANSFER_BYTES // LAYOUT.bytes_per_token:
+            raise InvalidRequestError(f"{num_tokens} tokens are none, or more than one transfer may have")
+        if len(self._waiting) >= MAX_EXPECTED:
+            raise CapacityError(f"{MAX_EXPECTED} transfers are under way already")
         now_s = self._clock.unix_s()
         ticket = Ticket(
             transfer_id=f"link-{secrets.token_hex(8)}",
             fingerprint=FINGERPRINT,
             tenant="link-test",
-            prefill=identity.name,
+            prefill=prefill,
             decode=self._name,
             num_tokens=num_tokens,
             issued_unix_s=now_s,
             expires_unix_s=now_s + TICKET_S,
         )
         slot = _ScratchSlot(build_manifest(LAYOUT, num_tokens))
-        expected = self._receiver.expect(ticket, slot, timeout_s=TRANSFER_TIMEOUT_S)
+        expected = self._receiver.expect(ticket, slot, timeout_s=TRANSFER_TIMEOUT_S, source=source)
         task = asyncio.create_task(_await_end(expected, slot))
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
-        return _json(TicketOffer(ticket=ticket, token=self._signer.sign(ticket)))
+        return TicketOffer(ticket=ticket, token=self._signer.sign(ticket))
 
 
 async def _await_end(expected: ExpectedTransfer, slot: _ScratchSlot) -> None:

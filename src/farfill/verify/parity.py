@@ -85,15 +85,19 @@ async def run_parity(
     cases: Sequence[ParityCase],
     *,
     concurrency: int = 1,
+    allow_lossy: bool = False,
     progress: Callable[[ParityRow], None] = lambda row: None,
 ) -> ParityResult:
-    """Compare all cases, `concurrency` at a time. Raises GatewayUnreachableError when the gateway goes away."""
+    """Compare all cases, `concurrency` at a time. Answers from lossy KV are invalid unless `allow_lossy`.
+
+    Raises GatewayUnreachableError when the gateway goes away.
+    """
     room = asyncio.Semaphore(concurrency)
     run_salt = secrets.token_hex(8)
 
     async def one(number: int, case: ParityCase) -> ParityRow:
         async with room:
-            row = await compare_case(client, case, f"parity-{run_salt}-{number}")
+            row = await compare_case(client, case, f"parity-{run_salt}-{number}", allow_lossy=allow_lossy)
         progress(row)
         return row
 
@@ -105,7 +109,7 @@ async def run_parity(
     return ParityResult(tuple(task.result() for task in tasks))
 
 
-async def compare_case(client: GatewayClient, case: ParityCase, salt: str) -> ParityRow:
+async def compare_case(client: GatewayClient, case: ParityCase, salt: str, *, allow_lossy: bool = False) -> ParityRow:
     """Run one case on both sides and compare."""
     if case.skip:
         return _row(case, Verdict.SKIPPED, case.skip)
@@ -115,6 +119,8 @@ async def compare_case(client: GatewayClient, case: ParityCase, salt: str) -> Pa
     except GatewayRefusedError as error:
         return _row(case, Verdict.INVALID, str(error))
     wrong = _not_as_forced(remote, "remote") or _not_as_forced(local, "local")
+    if not wrong and not allow_lossy:
+        wrong = _not_exact(remote) or _not_exact(local)
     if wrong:
         return _row(case, Verdict.INVALID, wrong)
     if not remote.token_ids or not local.token_ids:
@@ -156,6 +162,12 @@ def _not_as_forced(answer: Answer, forced: ForcedPlacement) -> str:
         return f"forced {forced} but served {answer.placement or 'without a placement header'} ({reason})"
     if answer.fallback:
         return f"forced {forced} but fell back ({answer.fallback})"
+    return ""
+
+
+def _not_exact(answer: Answer) -> str:
+    if answer.lossy:
+        return f"KV travelled as {answer.lossy} (kv_transfer.lossy), outputs may differ; say --allow-lossy to compare"
     return ""
 
 

@@ -28,7 +28,7 @@ NO_TRANSFER = bytes(16)
 NO_CHECKSUM = bytes(16)
 FLAG_CHECKSUM = 0x01
 FLAG_EARLY = 0x02  # sent before the sender saw ACCEPT, within what the receiver granted
-MAX_CODEC = 2
+MAX_CODEC = 4
 
 _MAGIC = b"FARF"
 _HEADER = Struct(">4sBBBB16sIQII16sI")
@@ -160,7 +160,10 @@ class TensorPayload(msgspec.Struct, array_like=True, frozen=True):
 
 
 class OpenPayload(msgspec.Struct, array_like=True, frozen=True):
-    """OPEN: permission, and the sender's idea of the set. `chunk_bytes` is its proposal for the cut."""
+    """OPEN: permission, and the sender's idea of the set. `chunk_bytes` is its proposal for the cut.
+
+    `lossy` names the form rows travel in, `kv_transfer.lossy`.
+    """
 
     token: Annotated[str, msgspec.Meta(max_length=8192)]
     digest: Annotated[bytes, msgspec.Meta(max_length=64)]
@@ -169,6 +172,7 @@ class OpenPayload(msgspec.Struct, array_like=True, frozen=True):
     prefill_chunk_tokens: int
     chunk_bytes: int
     tensors: Annotated[tuple[TensorPayload, ...], msgspec.Meta(max_length=16384)]
+    lossy: _ShortText = "none"
 
 
 class AcceptPayload(msgspec.Struct, array_like=True, frozen=True):

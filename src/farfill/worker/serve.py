@@ -23,16 +23,19 @@ from farfill.config.model import WorkerConfig
 from farfill.config.secrets import TlsMaterial, read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.core.errors import ConfigError
+from farfill.core.sampling import SamplingParams
+from farfill.engine.grammar import ANY_OUTPUT
 from farfill.engine.protocol import Engine
 from farfill.registry.client import Announcer
 from farfill.registry.identity import registry_context
 from farfill.telemetry.metrics import WorkerMetrics, exposition
+from farfill.transfer.encoder import lossy_form
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
 from farfill.transfer.tickets import TicketVerifier
+from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.tls import client_context, http_server_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
-from farfill.worker.certificates import CertificateWatch
 from farfill.worker.decode import DecodeService
 from farfill.worker.prefill import PrefillService
 
@@ -83,6 +86,7 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s),
     )
     parts.metrics.set_capacity(engine.info.kv_total_bytes)
+    await _prepare_grammars(parts)
     engine.start()
     try:
         async with contextlib.AsyncExitStack() as stack:
@@ -91,18 +95,33 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         await asyncio.to_thread(engine.close)
 
 
-async def _load_engine(loaded: LoadedConfig) -> Engine:
-    # torch and transformers are imported here and nowhere earlier: other roles run without them.
-    from farfill.engine.torch import load_engine
+async def _prepare_grammars(parts: _Parts) -> None:
+    """Build what constrained output needs of the vocabulary now: later it would hold up everything for seconds."""
+    if parts.worker.role is Role.PREFILL:
+        return
+    prepared = parts.engine.prepare(SamplingParams(grammar=ANY_OUTPUT))
+    error = await asyncio.to_thread(prepared.exception)
+    if error is not None:
+        log.warning("constrained_output_unavailable", error=str(error))
 
+
+async def _load_engine(loaded: LoadedConfig) -> Engine:
+    # Engines are imported here and nowhere earlier: other roles run without them.
     config = loaded.config
+    if config.engine.type == "vllm":
+        from farfill.engine.vllm.loader import load_engine
+
+        needs = "`make vllm` shows an environment that has it beside Farfill"
+    else:
+        from farfill.engine.torch import load_engine
+
+        needs = "install Farfill with its torch extra: pip install 'farfill[torch]'"
     load = functools.partial(load_engine, config.model, config.engine, config.prefill, loaded.base_dir)
     try:
         return await asyncio.to_thread(load)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"engine.type: {config.engine.type} needs {error.name}, which is not installed; "
-            "install Farfill with its torch extra: pip install 'farfill[torch]'"
+            f"engine.type: {config.engine.type} needs {error.name}, which is not installed; {needs}"
         ) from error
 
 
@@ -110,13 +129,13 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
     config, name, worker, engine = parts.loaded.config, parts.name, parts.worker, parts.engine
     sender = await _open_sender(parts, stack) if worker.role is not Role.DECODE else None
     receiver = await _open_receiver(parts, stack) if worker.role is not Role.PREFILL else None
-    await _follow_certificates(parts, [end for end in (sender, receiver) if end is not None], stack)
     prefill = None
     if sender is not None:
         prefill = PrefillService(name, engine, sender, parts.verifier, parts.metrics)
     decode = None
     if receiver is not None:
-        decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics)
+        lossy = lossy_form(config.kv_transfer, engine.info.layout)
+        decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics, lossy=lossy)
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
         ssl_context=parts.registry_tls,
@@ -134,7 +153,10 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         is_ready=lambda: announcer.registered and not stop.is_set(),
         exposition=functools.partial(exposition, parts.metrics.registry),
     )
-    await stack.enter_async_context(_http_server(deps, worker.listen, parts.http_tls))
+    http_tls = ServerContext(parts.http_tls)
+    watch = _certificates(parts, [end for end in (sender, receiver) if end is not None], http_tls, announcer)
+    await stack.enter_async_context(watch.running())
+    await stack.enter_async_context(_http_server(deps, worker.listen, http_tls.context))
     await stack.enter_async_context(announcer)
     log.info("worker_ready", fingerprint=engine.info.fingerprint)
     await _report_load(parts, receiver, announcer, stop)
@@ -177,22 +199,21 @@ async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVR
     return receiver
 
 
-async def _follow_certificates(
-    parts: _Parts, ends: list[KVSender | KVReceiver], stack: contextlib.AsyncExitStack
-) -> None:
-    def use(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+def _certificates(
+    parts: _Parts, ends: list[KVSender | KVReceiver], http_tls: ServerContext, announcer: Announcer
+) -> CertificateWatch[TlsMaterial]:
+    """Everything this worker listens or dials with follows its certificate, key and CA."""
+
+    def use(found: TlsMaterial) -> None:
+        pems = (found.cert_pem, found.key_pem, found.ca_pem)
+        server, client, http = server_context(*pems), client_context(*pems), http_server_context(*pems)
+        registry = registry_context(*pems, parts.loaded.config.cluster)
         for end in ends:
             end.use_contexts(server, client)
+        http_tls.replace(http)
+        announcer.use_context(registry)
 
-    watch = CertificateWatch(parts.tls, functools.partial(read_tls, parts.loaded, parts.name), use)
-    task = asyncio.create_task(watch.run(), name="farfill-certificates")
-    stack.push_async_callback(_cancel, task)
-
-
-async def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+    return CertificateWatch(parts.tls, functools.partial(read_tls, parts.loaded, parts.name), use)
 
 
 def _dials(parts: _Parts) -> str:

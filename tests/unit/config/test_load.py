@@ -51,6 +51,26 @@ def test_unknown_key_without_neighbour_lists_known_keys(cluster_file: Path):
     [
         ("kv_transfer: {chunk_size_mb: 999}", "chunk_size_mb: 999 is out of range; give at least 1 and at most 256"),
         ("kv_transfer: {retry: '3'}", "retry: expected a whole number, found the text '3'; remove the quotes"),
+        (
+            "kv_transfer: {retry: 1_0}",
+            "retry: expected a whole number, found the text '1_0'; give a number in plain digits",
+        ),
+        (
+            "kv_transfer: {retry: 03}",
+            "retry: expected a whole number, found the text '03'; give a number in plain digits",
+        ),
+        (
+            "kv_transfer: {retry: 1:30}",
+            "retry: expected a whole number, found the text '1:30'; give a number in plain digits",
+        ),
+        (
+            "kv_transfer: {checksum: yes}",
+            "checksum: expected true or false, found the text 'yes'; write true or false, without quotes",
+        ),
+        (
+            "kv_transfer: {checksum: off}",
+            "checksum: expected true or false, found the text 'off'; write true or false, without quotes",
+        ),
         ("kv_transfer: {retry: three}", "retry: expected a whole number, found the text 'three'; give a number"),
         ("kv_transfer: {retry: 1.5}", "retry: expected a whole number, found 1.5; give a whole number"),
         (
@@ -247,3 +267,19 @@ def test_side_that_does_not_dial_needs_an_address_for_kv(cluster_file: Path):
     )
     cluster_file.write_text(swapped)
     assert load_config(cluster_file).config.workers["prefill-far"].transfer_listen == "127.0.0.1:7602"
+
+
+def test_words_and_times_that_yaml_1_1_would_change_stay_text(cluster_file: Path):
+    text = cluster_file.read_text()
+    assert "name: " in text
+    for word in ("on", "no", "12:30:45", "010", "1_000", "0x1F", "2026-01-01"):
+        lines = [f"  name: {word}" if line.startswith("  name: ") else line for line in text.splitlines()]
+        cluster_file.write_text("\n".join(lines))
+        assert load_config(cluster_file).config.model.name == word
+
+
+@pytest.mark.parametrize(("written", "seconds"), [("1e1", 10.0), ("5", 5.0), ("+.5", 0.5), ("12.", 12.0)])
+def test_numbers_in_every_plain_form(cluster_file: Path, written: str, seconds: float):
+    text = cluster_file.read_text()
+    cluster_file.write_text(text.replace("tickets:\n", f"tickets:\n  clock_tolerance_s: {written}\n", 1))
+    assert load_config(cluster_file).config.tickets.clock_tolerance_s == seconds

@@ -16,13 +16,24 @@ from farfill.engine.fake import EOS_ID, VOCAB_SIZE, FakeEngine, FakeOptions, byt
 from farfill.engine.limits import EngineLimits
 from farfill.engine.local import LocalEngine
 from farfill.engine.protocol import GenerateWork, KVSlot, PrefillStats, PrefillWork, TokenEvent
+from support.architectures import save_model
 
 CHUNK = 16
 WINDOW = 24
 CONTEXT = 256
 DEADLINE_S = 60.0
 
-KINDS = ("fake", "fake-window", "fake-states", "llama-float32", "llama-bfloat16", "gemma3-float32", "gemma3-bfloat16")
+KINDS = (
+    "fake",
+    "fake-window",
+    "fake-states",
+    "llama-float32",
+    "llama-bfloat16",
+    "gemma3-float32",
+    "gemma3-bfloat16",
+    "lfm3-float32",
+    "falcon_h1-float32",
+)
 
 
 @dataclass
@@ -115,10 +126,14 @@ class Harness:
         return tuple(32 + (seed * 7919 + i * i * 31 + i * 17) % 95 for i in range(length))
 
     @staticmethod
-    def work(prompt: tuple[int, ...], salt: str = "", name: str = "request", **sampling: Any) -> GenerateWork:
+    def work(
+        prompt: tuple[int, ...], salt: str = "", name: str = "request", priority: int = 0, **sampling: Any
+    ) -> GenerateWork:
         """A greedy generation of 12 tokens unless told otherwise."""
         params = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, **sampling}
-        return GenerateWork(request_id=name, prompt=prompt, cache_salt=salt, sampling=SamplingParams(**params))
+        return GenerateWork(
+            request_id=name, prompt=prompt, cache_salt=salt, sampling=SamplingParams(**params), priority=priority
+        )
 
     def generate(
         self, engine: LocalEngine, work: GenerateWork, slot: KVSlot | None = None, valid_tokens: int = 0
@@ -170,10 +185,14 @@ class TinyModels:
         self._loaded: dict[str, Any] = {}
 
     def path(self, architecture: str) -> Path:
-        """The folder of `architecture` ("llama" or "gemma3")."""
+        """The folder of `architecture`: "llama", "gemma3", or one of `support.architectures`."""
         path = self._folder / architecture
-        if not path.exists():
+        if path.exists():
+            return path
+        if architecture in {"llama", "gemma3"}:
             _save_tiny_model(architecture, path)
+        else:
+            save_model(architecture, path, CONTEXT)
         return path
 
     def load(self, kind: str, checkpoint_every_chunks: int = 0) -> Any:

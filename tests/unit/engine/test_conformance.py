@@ -138,6 +138,27 @@ def test_prefix_hit_gives_the_same_tokens_and_says_what_it_skipped(
     assert 0 < caching.load().prefix_cache_bytes <= 1 << 20
 
 
+def test_counters_agree_with_what_was_computed_and_what_was_skipped(
+    make_engine: MakeEngine, harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(prefix_bytes=1 << 20)
+    computed: list[int] = []
+    prefill = engine._executor.prefill
+    monkeypatch.setattr(
+        engine._executor, "prefill", lambda kv, ids, done=None: (computed.append(len(ids)), prefill(kv, ids, done))
+    )
+    prompts = [harness.prompt(70), harness.prompt(70), harness.prompt(40) + harness.prompt(30, seed=5)]
+    stats = [harness.generate(engine, harness.work(prompt)).stats for prompt in prompts]
+    stats.append(harness.prefill(engine, harness.prompt(55)).stats)
+    assert [one.cached_tokens for one in stats] == [0, 64, 32, 48]
+    assert all(one.cached_tokens + one.computed_tokens == n - 1 for one, n in zip(stats, (70, 70, 70, 55), strict=True))
+    totals = engine.load().totals
+    assert totals.miss_tokens == sum(computed) == sum(one.computed_tokens for one in stats)
+    assert totals.hit_tokens == sum(one.cached_tokens for one in stats)
+    assert (totals.prefix_hits, totals.prefix_misses) == (3, 1)
+    assert totals.prefill_chunks == len(computed)
+
+
 def test_shared_beginning_is_a_hit_and_the_rest_is_computed(make_engine: MakeEngine, harness: Any) -> None:
     plain, caching = make_engine(), make_engine(prefix_bytes=1 << 20)
     first, second = harness.prompt(70), harness.prompt(40) + harness.prompt(30, seed=5)

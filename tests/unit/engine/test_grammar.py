@@ -143,6 +143,15 @@ def test_grammar_that_runs_over_a_bound_ends_only_its_own_request(engine: FakeEn
     assert len(beside.wait().tokens()) == 100
 
 
+def test_mask_is_computed_on_another_thread_while_the_choice_is_looked_at(engine: FakeEngine) -> None:
+    grammars = engine.vocabulary.grammars
+    constraint = grammars.constraint(regex_grammar("(.*(a|b).{8})+"))
+    for _ in range(300):
+        assert constraint.allowed()[ord("a")]
+        constraint.advance(ord("a"))
+        assert not constraint.complete
+
+
 def test_logits_of_another_width_than_the_tokenizer(engine: FakeEngine) -> None:
     grammars = Grammars(byte_tokenizer().to_str, VOCAB_SIZE + 50, [EOS_ID])
     allowed = grammars.constraint(regex_grammar("[ab]")).allowed()

@@ -52,3 +52,22 @@ def test_an_error_of_the_listener_ends_the_step_and_can_be_undone(executor: Any)
     for sequence in (kv, clean):
         executor.prefill(sequence, tokens)
     assert (executor.decode([(kv, 60)]) == executor.decode([(clean, 60)])).all()
+
+
+def test_other_sequences_may_be_decoded_between_layers(executor: Any) -> None:
+    tokens = list(range(60, 60 + CHUNK))
+    kv, clean, other, alone = (executor.allocate(2 * CHUNK) for _ in range(4))
+    for sequence in (other, alone):
+        executor.prefill(sequence, tokens[:5])
+    layers: list[int] = []
+    steps: list[Any] = []
+
+    def decode(layer: int) -> None:
+        layers.append(layer)
+        steps.append(executor.decode([(other, 70)]))
+
+    executor.prefill(kv, tokens, decode)
+    executor.prefill(clean, tokens)
+    assert layers == sorted({tensor.layer for tensor in executor.layout.tensors})
+    assert all((step == executor.decode([(alone, 70)])).all() for step in steps)
+    assert (executor.decode([(kv, 71)]) == executor.decode([(clean, 71)])).all()

@@ -40,3 +40,12 @@ def test_chunk_size_is_part_of_what_a_key_names() -> None:
 def test_chunk_below_one_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         prefix_keys([1], 0, "a")
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), min_size=12, max_size=40), st.integers(0, 11), st.binary(max_size=20))
+def test_what_stands_behind_a_token_changes_its_chunk_and_later_ones(tokens: list[int], at: int, digest: bytes) -> None:
+    plain, marked = prefix_keys(tokens, 4, "s"), prefix_keys(tokens, 4, "s", ((at, digest),))
+    assert plain[: at // 4] == marked[: at // 4]
+    assert not set(plain[at // 4 :]) & set(marked[at // 4 :])
+    other = prefix_keys(tokens, 4, "s", ((at, digest + b"x"),))
+    assert not set(other[at // 4 :]) & set(marked[at // 4 :])

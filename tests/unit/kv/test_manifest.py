@@ -23,6 +23,7 @@ MIXED = KVLayout(
     ),
     64,
 )
+CHECKPOINTED = replace(MIXED, checkpoint_every_chunks=3)
 layouts = st.sampled_from([FULL, MIXED])
 
 
@@ -66,12 +67,58 @@ def test_incomplete_set_allows_whole_chunks_from_the_start_only(
         assert not all(p.index in held for p in manifest.pieces if p.start_token == tokens)
 
 
+@given(st.integers(1, 1000))
+def test_checkpoints_are_windows_and_states_at_every_third_boundary(num_tokens: int) -> None:
+    manifest, plain = build_manifest(CHECKPOINTED, num_tokens), build_manifest(MIXED, num_tokens)
+    boundaries = list(range(192, num_tokens, 192))
+    pieces = manifest.checkpoint_pieces
+    assert [(p.tensor, p.end_token) for p in pieces] == [(t, end) for end in boundaries for t in (2, 3, 4)]
+    assert all(p.prefill_chunk == p.end_token // 64 - 1 for p in pieces)
+    window, *states = (next(p for p in plain.pieces if p.tensor == tensor) for tensor in (2, 3, 4))
+    for piece in pieces:
+        if piece.tensor == 2:
+            assert piece.start_token == max(0, piece.end_token - 100)
+            assert piece.nbytes == (piece.end_token - piece.start_token) * 8
+        else:
+            assert (piece.start_token, piece.nbytes) == (piece.end_token, states[piece.tensor - 3].nbytes)
+    kept = [p for p in manifest.pieces if p not in pieces]
+    assert [replace(p, index=0) for p in kept] == [replace(p, index=0) for p in plain.pieces]
+    assert window in plain.pieces
+
+
+@given(st.integers(1, 1000), st.data())
+def test_incomplete_set_with_checkpoints_allows_the_last_one_that_is_there(
+    num_tokens: int, data: st.DataObject
+) -> None:
+    manifest = build_manifest(CHECKPOINTED, num_tokens)
+    missing = data.draw(st.sets(st.integers(0, len(manifest.pieces) - 1), max_size=4))
+    held = set(range(len(manifest.pieces))) - missing
+    tokens = manifest.complete_prefix_tokens(held)
+    ends = [*range(192, num_tokens, 192), num_tokens]
+    usable = [
+        end
+        for end in ends
+        if all(
+            p.index in held
+            for p in manifest.pieces
+            if (CHECKPOINTED.tensors[p.tensor].kind.grows and p.start_token < end)
+            or (not CHECKPOINTED.tensors[p.tensor].kind.grows and p.end_token == end)
+        )
+    ]
+    assert tokens == max(usable, default=0)
+
+
+def test_checkpoints_of_a_layout_that_needs_none_change_nothing() -> None:
+    assert build_manifest(replace(FULL, checkpoint_every_chunks=2), 500).digest == build_manifest(FULL, 500).digest
+
+
 def test_digest_depends_on_every_part_of_the_layout() -> None:
     first = MIXED.tensors[0]
     variants = [
         MIXED,
         replace(MIXED, prefill_chunk_tokens=128),
         replace(MIXED, version=2),
+        CHECKPOINTED,
         replace(MIXED, tensors=MIXED.tensors[1:]),
         replace(MIXED, tensors=MIXED.tensors[::-1]),
         *(

@@ -23,6 +23,7 @@ class FakeGateway:
     served_as: str | None = None
     fallback: str | None = None
     refuse: bool = False
+    lossy: str | None = None
     seen: list[dict[str, Any]] = field(default_factory=list)
 
     def app(self) -> web.Application:
@@ -65,6 +66,8 @@ class FakeGateway:
         }
         if self.fallback is not None and forced == "remote":
             headers["x-farfill-fallback"] = self.fallback
+        if self.lossy is not None and forced == "remote":
+            headers["x-farfill-kv-lossy"] = self.lossy
         logprobs = {
             "tokens": [f"t{i}" for i in ids],
             "token_logprobs": [-0.5 if forced == "remote" else -0.25] * len(ids),

@@ -42,6 +42,15 @@ async def test_parity_greedy_sends_no_seed(client: GatewayClient, gateway: FakeG
     assert all(body["temperature"] == 0 and "seed" not in body for body in gateway.seen)
 
 
+async def test_parity_refuses_lossy_kv_unless_it_is_allowed(client: GatewayClient, gateway: FakeGateway) -> None:
+    gateway.lossy = "int8"
+    (row,) = (await run_parity(client, [CASE])).rows
+    assert row.verdict is Verdict.INVALID
+    assert "int8" in row.detail
+    assert "--allow-lossy" in row.detail
+    assert (await run_parity(client, [CASE], allow_lossy=True)).ok
+
+
 async def test_parity_of_a_different_token_fails_at_its_position_with_both_tops(
     client: GatewayClient, gateway: FakeGateway
 ) -> None:

@@ -23,18 +23,17 @@ from farfill.engine.torch.step import StepCache
 class TorchExecutor:
     """Implements `engine.executor.Executor` with a transformers causal language model.
 
-    `capabilities` may be set between steps: they decide how a batch is decoded. `cpus` are those the thread that
-    computes, and the threads it starts, may run on; none: any.
+    `capabilities` may be set between steps: they decide how steps are computed.
     """
 
-    def __init__(self, model: Any, spec: KVSpec, *, cpus: frozenset[int] = frozenset()) -> None:
+    def __init__(self, model: Any, spec: KVSpec) -> None:
         self.capabilities = Capabilities()
         self._model = model
         self._decoder = decoder_of(model)
         self._spec = spec
         self._step_class = _step_class(model)
         self._takes_positions = "position_ids" in inspect.signature(self._decoder.forward).parameters
-        self._cpus = cpus
+        self._cpus: frozenset[int] = frozenset()
         self.on_progress: Callable[[], None] = lambda: None
         self._after_layer: Callable[[int], None] | None = None
         # A chunk may take longer than peers put up with silence; a layer does not.
@@ -45,6 +44,10 @@ class TorchExecutor:
     def layout(self) -> KVLayout:
         """The model's KV layout."""
         return self._spec.layout
+
+    def pin(self, cpus: frozenset[int]) -> None:
+        """Let the thread that computes the next step, and the threads it starts, run on `cpus` only; none: any."""
+        self._cpus = cpus
 
     def kv_bytes(self, capacity_tokens: int) -> int:
         """Memory of one sequence."""
@@ -60,13 +63,12 @@ class TorchExecutor:
     ) -> None:
         """Add the KV of one prefill chunk. Runs the model without its head."""
         assert isinstance(kv, TorchKV)
-        self._pin()
+        self._pin_this_thread()
         cache = self._step_class([kv], ragged=False)
         end = kv.tokens + len(token_ids)
         outlet = None if layer_done is None else _LayerOutlet(kv, end, layer_done)
-        self._after_layer = None if outlet is None else outlet.layer_ran
         try:
-            self._run(self._decoder, [token_ids], [kv.tokens], cache)
+            self._extend(kv, token_ids, cache, None if outlet is None else outlet.layer_ran)
         finally:
             self._after_layer = None
         if outlet is not None:
@@ -90,7 +92,7 @@ class TorchExecutor:
     def _decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
         sequences = [kv for kv, _ in rows if isinstance(kv, TorchKV)]
         assert len(sequences) == len(rows)
-        self._pin()
+        self._pin_this_thread()
         tokens = [token for _, token in rows]
         if self.capabilities.merged_decode:
             caches = [self._step_class(sequences, ragged=True)]
@@ -113,6 +115,20 @@ class TorchExecutor:
         out = self._run(self._model, token_ids, [kv.tokens for kv in sequences], cache)
         return out.logits[:, -1].float().cpu().numpy()
 
+    def _extend(
+        self, kv: TorchKV, token_ids: Sequence[int], cache: StepCache, after_layer: Callable[[int], None] | None
+    ) -> None:
+        """Run the decoder over `token_ids`; `after_layer` hears of its layers when all of them went through."""
+        at_once = kv.tokens == 0 or self.capabilities.chunked_prefill
+        runs = [token_ids] if at_once else [[token] for token in token_ids]
+        start = kv.tokens
+        for run in runs:
+            if run is runs[-1]:
+                self._after_layer = after_layer
+            self._run(self._decoder, [run], [start], cache)
+            start += len(run)
+            cache.saw(len(run))
+
     def _run(self, net: Any, token_ids: Sequence[Sequence[int]], starts: Sequence[int], cache: StepCache) -> Any:
         """A forward pass over `token_ids` [batch, q], row i at positions from `starts[i]` on."""
         ids = torch.tensor([list(row) for row in token_ids], device=self._spec.device)
@@ -127,7 +143,7 @@ class TorchExecutor:
         if self._after_layer is not None:
             self._after_layer(index)
 
-    def _pin(self) -> None:
+    def _pin_this_thread(self) -> None:
         """The thread that computes is known from its first step on."""
         if self._cpus:
             pin_thread(self._cpus)

@@ -10,6 +10,8 @@ from functools import cache
 
 import torch
 
+from farfill.core.errors import ConfigError
+
 
 @cache
 def _malloc_trim() -> Callable[[int], int] | None:
@@ -32,7 +34,25 @@ def set_threads(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+def usable_cpus(listed: str | None) -> frozenset[int]:
+    """The CPUs of a list such as "0,2,8-11"; none when there is no list. Raises ConfigError for any not to be had."""
+    if listed is None:
+        return frozenset()
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError("engine.cpus: threads cannot be pinned on this system; leave it out")
+    cpus: set[int] = set()
+    for part in listed.split(","):
+        first, _, last = part.partition("-")
+        cpus.update(range(int(first), int(last or first) + 1))
+    missing = cpus - os.sched_getaffinity(0)
+    if missing or not cpus:
+        wrong = ", ".join(map(str, sorted(missing))) or f"an empty range in {listed}"
+        have = ", ".join(map(str, sorted(os.sched_getaffinity(0))))
+        raise ConfigError(f"engine.cpus: {wrong} is not among the CPUs this process may use ({have})")
+    return frozenset(cpus)
+
+
 def pin_thread(cpus: frozenset[int]) -> None:
-    """Let the calling thread, and the threads torch starts from it, run on `cpus` only, where that can be asked for."""
-    if hasattr(os, "sched_setaffinity"):
+    """Let the calling thread, and the threads torch starts from it, run on `cpus` only (see `usable_cpus`)."""
+    if cpus:
         os.sched_setaffinity(0, cpus)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import blake3
 import torch
@@ -23,7 +23,7 @@ from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import EngineInfo
 from farfill.engine.torch import attention
 from farfill.engine.torch.executor import TorchExecutor
-from farfill.engine.torch.host import set_threads
+from farfill.engine.torch.host import set_threads, usable_cpus
 from farfill.engine.torch.kv import KVSpec
 from farfill.engine.torch.layout import ModelShape, derive_shape, require_known
 from farfill.engine.torch.linear import pack_linears
@@ -47,7 +47,7 @@ class LoadOptions:
     how many prefill chunks windows and states are exported (0: only at the prompt's end)."""
 
     device: str = "cpu"
-    attention: str = "auto"
+    attention: Literal["auto", "sdpa", "eager"] = "auto"
     cpus: frozenset[int] = frozenset()
     checkpoint_every_chunks: int = 0
 
@@ -68,8 +68,14 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
             f"engine.prefix_cache_mb ({engine.prefix_cache_mb}) must be less than engine.kv_cache_mb "
             f"({engine.kv_cache_mb}), which it is a part of"
         )
-    set_threads(engine.threads)
-    options = LoadOptions(device=engine.device, checkpoint_every_chunks=prefill.checkpoint_every_chunks)
+    cpus = usable_cpus(engine.cpus)
+    set_threads(engine.threads or len(cpus))
+    options = LoadOptions(
+        device=engine.device,
+        attention=engine.attention,
+        cpus=cpus,
+        checkpoint_every_chunks=prefill.checkpoint_every_chunks,
+    )
     loaded = load_model(base_dir / model.path, model, prefill.chunked_prefill_tokens, options)
     prefix_bytes = engine.prefix_cache_mb * _MIB
     info = replace(loaded.info, kv_total_bytes=engine.kv_cache_mb * _MIB - prefix_bytes)
@@ -91,6 +97,7 @@ def load_model(
     """Weights, layout and tokenizer of `folder`, checked against a plain forward pass."""
     options = options or LoadOptions()
     _require_files(folder)
+    _device(options.device)
     require_known(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
     attention.register()
     net = _load_weights(folder, model.dtype, options)
@@ -99,10 +106,11 @@ def load_model(
     if not shape.layout.resumable:
         shape = replace(shape, layout=replace(shape.layout, checkpoint_every_chunks=options.checkpoint_every_chunks))
     spec = KVSpec(shape.layout, net.device, num_layers=shape.num_layers, chunked=shape.chunked)
-    executor = TorchExecutor(net, spec, cpus=options.cpus)
+    executor = TorchExecutor(net, spec)
     vocab_size = net.get_output_embeddings().weight.shape[0]
     mark = fingerprint(folder, shape.layout, model.dtype)
     _check(net, executor, shape, CheckMemory(cache_dir() / "model-checks", mark, (options.device, options.attention)))
+    executor.pin(options.cpus)
     info = EngineInfo(
         engine="torch",
         model=model.name,
@@ -162,9 +170,19 @@ def _load_weights(folder: Path, dtype: str, options: LoadOptions) -> Any:
         use_safetensors=True,
     )
     explicit = not net._supports_sdpa or getattr(net.config.get_text_config(), "attn_logit_softcapping", None)
-    if options.attention == "eager" or (options.attention == "auto" and explicit):
+    if explicit and options.attention == "sdpa":
+        raise ConfigError(f"engine.attention: {type(net).__name__} cannot use sdpa; leave it at auto")
+    if explicit or options.attention == "eager":
         net.set_attn_implementation(attention.EXPLICIT)
-    return net.to(torch.device(options.device)).eval()
+    return net.to(_device(options.device)).eval()
+
+
+def _device(name: str) -> torch.device:
+    device = torch.device(name)
+    backends = {"cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}
+    if device.type in backends and not backends[device.type]():
+        raise ConfigError(f"engine.device: {name}, but torch finds no such device here; use cpu")
+    return device
 
 
 def _eos_ids(net: Any) -> frozenset[int]:

@@ -134,8 +134,12 @@ class StepCache(Cache):
         Cache.__init__(self, layers=layers)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before this step, whatever the layer keeps."""
+        """Tokens before those of this forward pass, whatever the layer keeps."""
         return self._tokens
+
+    def saw(self, new_tokens: int) -> None:
+        """A forward pass of this step is over, another one may follow."""
+        self._tokens += new_tokens
 
     def commit(self, new_tokens: int) -> None:
         """The step succeeded: keep its states, and count its tokens in every sequence."""

@@ -10,7 +10,7 @@ from farfill.config.model import ModelConfig
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.openai.assistant import NewParser
-from farfill.gateway.openai.constrain import check, output_grammar
+from farfill.gateway.openai.constrain import GUIDED_FIELDS, OutputGrammar, check, output_grammar
 from farfill.gateway.openai.dialect import Dialect, dialect_of
 from farfill.gateway.openai.messages import template_messages
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, SamplingFields, TokenizeBody
@@ -45,8 +45,8 @@ class Conversations:
         sampling, demanded_tokens = chat_sampling(body, self._model.vocab_size)
         request = tool_request(body.tools, body.tool_choice, body.parallel_tool_calls)
         if request is not None:
-            self._dialect.require_tools()
-        output = output_grammar(body)
+            self._dialect.require_tools(request)
+        output = await self._output(body)
         token_ids = await self._tokenize(body, request)
         reasoning = self._dialect.reasoning
         opened = reasoning is not None and reasoning.opened(self._model.decode(token_ids[-_PROMPT_END_TOKENS:]))
@@ -69,13 +69,13 @@ class Conversations:
         """Token ids of a body's messages, as a chat would have them."""
         request = tool_request(body.tools, None, None)
         if request is not None:
-            self._dialect.require_tools()
+            self._dialect.require_tools(request)
         return await self._tokenize(body, request)
 
     async def completion_sampling(self, body: CompletionBody) -> tuple[SamplingParams, int | None]:
         """Sampling of a text completion and its demanded length. Raises InvalidRequestError naming the field."""
         sampling, demanded_tokens = completion_sampling(body, self._model.vocab_size)
-        output = output_grammar(body)
+        output = await self._output(body)
         if output is not None:
             await self._in_thread(lambda: check(output.param, output.alone))
             sampling = replace(sampling, grammar=output.alone)
@@ -95,6 +95,10 @@ class Conversations:
             tools=None if request is None else request.shown,
             variables=variables,
         )
+
+    async def _output(self, body: SamplingFields) -> OutputGrammar | None:
+        asked = (body.response_format, body.structured_outputs, *(getattr(body, name) for name in GUIDED_FIELDS))
+        return await self._in_thread(lambda: output_grammar(body)) if any(a is not None for a in asked) else None
 
     async def _with_words(self, sampling: SamplingParams, body: SamplingFields) -> SamplingParams:
         words = check_bad_words(body.bad_words or [])

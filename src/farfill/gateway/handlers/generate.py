@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from aiohttp import web
@@ -237,7 +237,7 @@ class _Exchange:
     async def answer(
         self, renderer: Renderer, generations: list[Generation], *, stream: bool, include_usage: bool
     ) -> web.StreamResponse:
-        headers = placement_headers(generations[0])
+        headers = {**placement_headers(generations[0]), **lossy_header(generations)}
         if not stream:
             body = await collect(renderer, generations)
             return web.Response(body=body, content_type="application/json", headers=headers)
@@ -281,6 +281,12 @@ def placement_headers(generation: Generation) -> Mapping[str, str]:
     if generation.leg is not None and generation.leg.continuations:
         headers["x-farfill-continued"] = ", ".join(step.reason for step in generation.leg.continuations)
     return headers
+
+
+def lossy_header(generations: Sequence[Generation]) -> Mapping[str, str]:
+    """Whether any prompt's KV travelled in a lossy form (`kv_transfer.lossy`), so that output may differ."""
+    forms = sorted({generation.start.lossy for generation in generations if generation.start.lossy})
+    return {"x-farfill-kv-lossy": ", ".join(forms)} if forms else {}
 
 
 def _body_reason(error: web.HTTPException) -> str:

@@ -17,6 +17,11 @@ from farfill.gateway.openai.lark import Rules, json_value, literal
 from farfill.gateway.openai.requests import ResponseFormat, SamplingFields
 
 MAX_CHOICES = 4096
+MAX_GRAMMAR_CHARS = 64 * 1024
+MAX_SCHEMA_DEPTH = 100
+GUIDED_FIELDS = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+"""vLLM's older names; `structured_outputs` has the newer ones."""
+
 _ANY_OBJECT = {"type": "object"}
 
 
@@ -46,7 +51,7 @@ def check(param: str, grammar: str) -> None:
 
 
 def output_grammar(body: SamplingFields) -> OutputGrammar | None:
-    """The one constraint of a request, not yet checked.
+    """The one constraint of a request, not yet checked. May take a tenth of a second: run it in a thread.
 
     Raises InvalidRequestError when there are two, or its shape is wrong.
     """
@@ -56,6 +61,21 @@ def output_grammar(body: SamplingFields) -> OutputGrammar | None:
             f"{found[0].param} and {found[1].param} both constrain the output; give one", param=found[1].param
         )
     return found[0] if found else None
+
+
+def check_schema_depth(param: str, schema: Any) -> None:
+    """Raises InvalidRequestError for a schema nested so deeply that writing it out would fail."""
+    level, depth = [schema], 0
+    while level:
+        depth += 1
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidRequestError(f"{param} is nested more than {MAX_SCHEMA_DEPTH} levels deep", param=param)
+        level = [
+            inner
+            for value in level
+            if isinstance(value, dict | list)
+            for inner in (value.values() if isinstance(value, dict) else value)
+        ]
 
 
 def schema_grammar(schema: Mapping[str, Any]) -> str:
@@ -82,12 +102,7 @@ def _response_format(asked: ResponseFormat | None) -> OutputGrammar | None:
 
 def _of_vllm(body: SamplingFields) -> list[OutputGrammar | None]:
     outputs = body.structured_outputs
-    given = {
-        "guided_json": body.guided_json,
-        "guided_regex": body.guided_regex,
-        "guided_choice": body.guided_choice,
-        "guided_grammar": body.guided_grammar,
-    }
+    given: dict[str, Any] = {name: getattr(body, name) for name in GUIDED_FIELDS}
     if outputs is not None:
         given |= {f"structured_outputs.{name}": getattr(outputs, name) for name in outputs.__struct_fields__}
     return [
@@ -102,6 +117,8 @@ def _of_kind(param: str, kind: str, value: Any) -> OutputGrammar:
         return _json(param, _ANY_OBJECT)
     if kind == "json":
         return _json(param, _schema(param, value))
+    if isinstance(value, str) and len(value) > MAX_GRAMMAR_CHARS:
+        raise InvalidRequestError(f"{param} has {len(value)} characters, at most {MAX_GRAMMAR_CHARS}", param=param)
     if kind == "regex":
         return OutputGrammar(param, json.loads(LLMatcher.grammar_from_regex(value))["grammars"][0])
     if kind == "choice":
@@ -117,6 +134,7 @@ def _of_kind(param: str, kind: str, value: Any) -> OutputGrammar:
 
 
 def _json(param: str, schema: Mapping[str, Any]) -> OutputGrammar:
+    check_schema_depth(param, schema)
     return OutputGrammar(param, {"lark_grammar": schema_grammar(schema)})
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from farfill.core.errors import InvalidRequestError
 from farfill.gateway.openai.assistant import AssistantParser
 from farfill.gateway.openai.call_parser import CallParser
-from farfill.gateway.openai.constrain import OutputGrammar, check, schema_grammar
+from farfill.gateway.openai.constrain import OutputGrammar, check, check_schema_depth, schema_grammar
 from farfill.gateway.openai.lark import Rules, literal
 from farfill.gateway.openai.reasoning import ReasoningFormat, ReasoningSplitter, reasoning_format
 from farfill.gateway.openai.tool_formats import ToolFormat, tool_format
@@ -25,8 +25,10 @@ class Dialect:
     tokens: Mapping[str, int]
     hidden: frozenset[str]
 
-    def require_tools(self) -> None:
-        """Raises InvalidRequestError when calls of this model could not be understood."""
+    def require_tools(self, request: ToolRequest) -> None:
+        """Raises InvalidRequestError when calls of this model could not be understood, or a schema not be written."""
+        for tool in request.callable_tools:
+            check_schema_depth(tool.param, tool.parameters)
         if not self.takes_tools:
             raise InvalidRequestError("this model's chat template takes no tools", param="tools", reason="unsupported")
         if self.tools is None:

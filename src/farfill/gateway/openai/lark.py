@@ -12,12 +12,12 @@ Mark = Callable[[str], str]
 ANY_TEXT = "/(.|\\n)*/"
 
 # White space a weak model could go on with forever is bounded; this is enough for deep indentation.
-_JSON_OPTIONS = {"whitespace_pattern": "[ \\n\\r\\t]{0,64}"}
+_JSON_OPTIONS = {"whitespace_pattern": "[ \\n\\r\\t]{0,32}"}
 
 
 def literal(text: str) -> str:
     """The terminal of exactly this text."""
-    return json.dumps(text)
+    return json.dumps(text)  # escapes are the same
 
 
 def json_value(schema: Mapping[str, Any]) -> str:

@@ -27,9 +27,19 @@ def check(net: Any) -> tuple[Capabilities, TorchExecutor]:
     return ModelCheck(net).run(executor), executor
 
 
-def test_a_model_that_forgets_its_state_between_chunks_is_not_chunked() -> None:
-    found, executor = check(make_model("falcon_mamba"))
+@pytest.mark.parametrize("name", ["falcon_mamba", "jamba"])
+def test_a_model_that_forgets_its_state_between_chunks_continues_token_by_token(name: str) -> None:
+    found, executor = check(make_model(name))
     assert found == Capabilities(chunked_prefill=False, merged_decode=True) == executor.capabilities
+    tokens = [(7 * i * i) % 250 for i in range(40)]
+    at_once, in_chunks = executor.allocate(50), executor.allocate(50)
+    executor.prefill(at_once, tokens)
+    layers: list[int] = []
+    for start in (0, 16, 32):
+        executor.prefill(in_chunks, tokens[start : start + 16], layers.append)
+    count = 1 + max(tensor.layer for tensor in executor.layout.tensors)
+    assert layers == list(range(count)) * 3
+    assert executor.decode([(in_chunks, 5)])[0] == pytest.approx(executor.decode([(at_once, 5)])[0], abs=1e-4)
 
 
 def test_layers_that_begin_with_a_zero_state_are_fixed() -> None:
@@ -82,6 +92,19 @@ def test_a_result_that_cannot_be_read_is_no_result(tmp_path: Path, content: str)
     (path,) = tmp_path.iterdir()
     path.write_text(content)
     assert memory.recall() is None
+
+
+def test_a_model_that_is_wrong_even_token_by_token_after_a_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = TorchExecutor.prefill
+
+    def forgetful(executor: TorchExecutor, kv: Any, token_ids: Any, layer_done: Any = None) -> None:
+        if kv.tokens:
+            kv.layers[0].rows.key_rows[:9] = 0
+        real(executor, kv, token_ids, layer_done)
+
+    monkeypatch.setattr(TorchExecutor, "prefill", forgetful)
+    with pytest.raises(ModelUnsupportedError, match="cannot continue a prompt"):
+        check(make_model("llama"))
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_memory(tmp_path: Path) -> None:

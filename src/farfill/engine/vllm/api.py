@@ -1,0 +1,114 @@
+"""vLLM's token-in, token-out API (`/inference/v1/generate`) over a Unix socket."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from farfill.core.errors import EngineError, InvalidRequestError
+from farfill.core.sampling import SamplingParams
+
+_HOST = "http://vllm"
+_DATA = b"data: "
+
+
+def sampling_fields(sampling: SamplingParams, max_tokens: int) -> dict[str, Any]:
+    """`sampling` as vLLM names it. Stop strings are not among them: text is made here.
+
+    Raises InvalidRequestError for what vLLM cannot do without a tokenizer.
+    """
+    if sampling.bad_words:
+        raise InvalidRequestError("bad_words needs engine.type torch", param="bad_words")
+    fields: dict[str, Any] = {
+        "n": sampling.n,
+        "max_tokens": max_tokens,
+        "min_tokens": min(sampling.min_tokens, max_tokens),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": sampling.logprobs,
+        "ignore_eos": sampling.ignore_eos,
+        "detokenize": False,
+    }
+    if sampling.logit_bias:
+        fields["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
+    if sampling.allowed_token_ids:
+        fields["allowed_token_ids"] = list(sampling.allowed_token_ids)
+    if sampling.grammar:
+        fields["structured_outputs"] = {"grammar": sampling.grammar}
+    return fields
+
+
+class VllmApi:
+    """One vLLM server. Use on one event loop."""
+
+    def __init__(self, socket: Path) -> None:
+        self._socket = socket
+        self._session: aiohttp.ClientSession | None = None
+
+    async def open(self) -> None:
+        """Make the session."""
+        connector = aiohttp.UnixConnector(str(self._socket), limit=0)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+
+    async def close(self) -> None:
+        """Idempotent."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def once(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The whole answer of one request. Cancelling withdraws it."""
+        async with self._post(body) as response:
+            return json.loads(await response.read())
+
+    async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
+        """The parts of an answer as they come. Closing the iterator withdraws the request."""
+        async with self._post({**body, "stream": True}) as response:
+            async for line in response.content:
+                if not line.startswith(_DATA):
+                    continue
+                data = line[len(_DATA) :].strip()
+                if data == b"[DONE]":
+                    return
+                part = json.loads(data)
+                if "error" in part:
+                    raise EngineError(f"vLLM: {_message(part)}")
+                yield part
+        raise EngineError("vLLM cut the answer short")
+
+    @contextlib.asynccontextmanager
+    async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._session is not None
+        try:
+            async with self._session.post(f"{_HOST}/inference/v1/generate", json=body) as response:
+                if response.status != 200:
+                    raise _refusal(response.status, await response.read())
+                yield response
+        except aiohttp.ClientError as error:
+            raise EngineError(f"vLLM does not answer: {error}") from error
+
+
+def _refusal(status: int, body: bytes) -> Exception:
+    try:
+        text = _message(json.loads(body))
+    except ValueError:
+        text = body[:200].decode(errors="replace")
+    if 400 <= status < 500:
+        return InvalidRequestError(f"vLLM: {text}")
+    return EngineError(f"vLLM answered {status}: {text}")
+
+
+def _message(body: dict[str, Any]) -> str:
+    error = body.get("error", body)
+    return str(error.get("message", error) if isinstance(error, dict) else error)[:500]

@@ -1,0 +1,296 @@
+"""Whole blocks of vLLM's cache, to and from a request's file. Runs in vLLM's worker process, between its steps."""
+
+# pyright: reportMissingImports=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import mmap
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+import torch
+import vllm
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    ChunkedLocalAttentionSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from farfill.core.layout import KVLayout, TensorKind
+from farfill.engine.vllm.layout import layout_of
+from farfill.engine.vllm.messages import (
+    CACHE_VERSION,
+    Alive,
+    CacheTensor,
+    Exported,
+    ExportFailed,
+    Hello,
+    Message,
+    piece_offsets,
+    send,
+)
+from farfill.kv.manifest import Manifest, Piece, build_manifest
+
+ALIVE_S = 0.1
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Export:
+    """Tokens [start, end) of a prompt of `num_tokens` are in these blocks after the step; ids per group by position."""
+
+    key: str
+    file: str
+    num_tokens: int
+    start: int
+    end: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Import:
+    """What of the file lies beyond the first `local_tokens` is to go into these blocks; ids per group by position."""
+
+    key: str
+    file: str
+    num_tokens: int
+    local_tokens: int
+    block_ids: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """One tensor of the layout in vLLM's memory: block b is `rows[b]`, bytes."""
+
+    group: int
+    block_tokens: int
+    rows: torch.Tensor
+
+
+def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> Hello:
+    """What the cache is made of. Raises TypeError for what Farfill cannot move."""
+    parallel = vllm_config.parallel_config
+    tensors = tuple(
+        tensor
+        for name, spec in _layers(kv_cache_config)
+        for tensor in _describe(name, spec, kv_caches[name], kv_cache_config.num_blocks)
+    )
+    return Hello(
+        cache_version=CACHE_VERSION,
+        vllm_version=vllm.__version__,
+        platform=_platform(),
+        dtype=str(vllm_config.cache_config.cache_dtype) + "/" + str(vllm_config.model_config.dtype),
+        rank=parallel.rank,
+        ranks=parallel.tensor_parallel_size,
+        num_blocks=kv_cache_config.num_blocks,
+        tensors=tensors,
+    )
+
+
+def _layers(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
+    """(name, spec) of each layer, in the order of the groups."""
+    for group in kv_cache_config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        for name in group.layer_names:
+            yield name, spec.kv_cache_specs[name] if isinstance(spec, UniformTypeKVCacheSpecs) else spec
+
+
+def _describe(name: str, spec: Any, tensors: Any, num_blocks: int) -> list[CacheTensor]:
+    layer = _layer_index(name)
+    if isinstance(spec, MambaSpec):
+        kind, tokens, window = TensorKind.RECURRENT, 0, 0
+    elif isinstance(spec, SlidingWindowSpec):
+        kind, tokens, window = TensorKind.WINDOW, spec.block_size, spec.sliding_window - 1
+    elif isinstance(spec, AttentionSpec) and not isinstance(spec, ChunkedLocalAttentionSpec):
+        kind, tokens, window = TensorKind.FULL, spec.block_size, 0
+    else:
+        raise TypeError(f"{name} keeps a {type(spec).__name__}, which Farfill cannot move")
+    sizes = [rows.shape[1] for rows in _rows(tensors, num_blocks)]
+    return [
+        CacheTensor(layer, name if len(sizes) == 1 else f"{name}.{part}", str(kind), tokens, size, window)
+        for part, size in enumerate(sizes)
+    ]
+
+
+def _layer_index(name: str) -> int:
+    numbers = [int(part) for part in name.split(".") if part.isdigit()]
+    return numbers[0] if numbers else 0
+
+
+def _platform() -> str:
+    """The instruction set decides how vLLM's CPU backend packs a block; on GPUs the attention backend does."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return f"{current_platform.device_type}:{current_platform.get_device_name()}"
+    amx = torch.cpu._is_amx_tile_supported()
+    return f"cpu:{'amx' if amx else torch.backends.cpu.get_cpu_capability()}"
+
+
+def _rows(tensors: Any, num_blocks: int) -> list[torch.Tensor]:
+    """A layer's tensors as bytes, [block, bytes of a block] each; views, nothing is copied."""
+    found: list[torch.Tensor] = []
+    for tensor in tensors if isinstance(tensors, list | tuple) else [tensors]:
+        parts = [tensor]
+        if (
+            tensor.shape[0] == 2
+            and tensor.dim() > 1
+            and tensor.shape[1] % num_blocks == 0 != tensor.shape[0] % num_blocks
+        ):
+            parts = [tensor[0], tensor[1]]  # keys and values apart
+        found += [_as_bytes(part, num_blocks) for part in parts]
+    return found
+
+
+def _as_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """Kernels may use smaller blocks than the scheduler: those of one scheduler's block lie together."""
+    if tensor.shape[0] % num_blocks:
+        raise TypeError(f"a cache tensor of shape {tuple(tensor.shape)} does not have {num_blocks} blocks")
+    ratio = tensor.shape[0] // num_blocks
+    inner = tensor[0]
+    if not inner.is_contiguous():
+        raise TypeError(f"a cache tensor with strides {tensor.stride()} has blocks in pieces")
+    nbytes = inner.numel() * inner.element_size()
+    stride = tensor.stride(0) * tensor.element_size()
+    if ratio > 1 and stride != nbytes:
+        raise TypeError("kernel blocks with gaps between them")
+    storage = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (1,), (1,)
+    )
+    return storage.as_strided((num_blocks, nbytes * ratio), (stride * ratio, 1))
+
+
+class BlockCopier:
+    """One worker's copies. Used by vLLM's worker thread only."""
+
+    def __init__(self, kv_cache_config: Any, kv_caches: dict[str, Any], hello: Hello, chunk_tokens: int) -> None:
+        self._hello = hello
+        self._layout: KVLayout = layout_of([hello], chunk_tokens)
+        groups = kv_cache_config.kv_cache_groups
+        group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
+        self._sources = [
+            _Source(group_of[name], 0 if isinstance(spec, MambaSpec) else spec.block_size, rows)
+            for name, spec in _layers(kv_cache_config)
+            for rows in _rows(kv_caches[name], hello.num_blocks)
+        ]
+        self._socket: socket.socket | None = None
+        self._told_s = 0.0
+        self._exports: dict[str, tuple[Manifest, list[int], mmap.mmap, set[int]]] = {}
+
+    def connect(self, path: str) -> None:
+        """Open the line to the engine. Raises OSError when nobody is there."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._tell(self._hello)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def alive(self) -> None:
+        """Tell now and then that steps end."""
+        if time.monotonic() - self._told_s > ALIVE_S:
+            self._tell(Alive())
+
+    def save(self, export: Export) -> None:
+        """Copy what the step completed, and tell of pieces that are whole."""
+        try:
+            done = self._save(export)
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            # The engine removed the file because nobody wants it any more, or something is wrong: never a broken step.
+            _log.warning("kv_export_failed", key=export.key, detail=str(error))
+            self._exports.pop(export.key, None)
+            self._tell(ExportFailed(export.key, str(error)))
+            return
+        if done:
+            self._tell(Exported(export.key, tuple(done)))
+
+    def load(self, item: Import) -> None:
+        """Copy a request's file into its blocks. Raises when that is impossible: the step must not go on."""
+        manifest = build_manifest(self._layout, item.num_tokens)
+        offsets, nbytes = piece_offsets(manifest)
+        with open(item.file, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+            for piece in manifest.pieces:
+                source = self._sources[piece.tensor]
+                kept = manifest.layout.tensors[piece.tensor].kind is TensorKind.WINDOW
+                for row, block in self._blocks_of(piece, item.block_ids[source.group], source):
+                    if block is None and kept:
+                        continue  # before the window of what comes next: vLLM has no place for it, nor need
+                    if block is None:
+                        raise LookupError(f"{item.key}: no block for tokens from {row * source.block_tokens} on")
+                    if source.block_tokens and (row + 1) * source.block_tokens <= item.local_tokens:
+                        continue
+                    size = source.rows.shape[1]
+                    at = offsets[piece.index] + self._row_in_piece(piece, row, source) * size
+                    source.rows[block].copy_(data[at : at + size])
+            del data
+
+    def _save(self, export: Export) -> list[int]:
+        if export.key not in self._exports:
+            manifest = build_manifest(self._layout, export.num_tokens)
+            offsets, nbytes = piece_offsets(manifest)
+            with open(export.file, "r+b") as file:
+                memory = mmap.mmap(file.fileno(), nbytes)
+            self._exports[export.key] = (manifest, offsets, memory, set())
+        manifest, offsets, memory, told = self._exports[export.key]
+        last = export.end >= export.num_tokens
+        done: list[int] = []
+        for piece in manifest.pieces:
+            source = self._sources[piece.tensor]
+            grows = manifest.layout.tensors[piece.tensor].kind.grows
+            if piece.index in told or (not grows and not last) or (grows and piece.start_token >= export.end):
+                continue
+            self._copy_out(piece, source, export, memory, offsets[piece.index])
+            if last or (grows and piece.end_token <= export.end):
+                told.add(piece.index)
+                done.append(piece.index)
+        if last:
+            del self._exports[export.key]
+        return done
+
+    def _copy_out(self, piece: Piece, source: _Source, export: Export, memory: mmap.mmap, offset: int) -> None:
+        size = source.rows.shape[1]
+        data = torch.frombuffer(memory, dtype=torch.uint8)
+        for row, block in self._blocks_of(piece, export.block_ids[source.group], source):
+            first = row * source.block_tokens
+            if source.block_tokens and (first + source.block_tokens <= export.start or first >= export.end):
+                continue  # left in an earlier step, or not computed yet
+            if block is None:
+                raise LookupError(f"no block for tokens from {first} on")
+            at = offset + self._row_in_piece(piece, row, source) * size
+            data[at : at + size].copy_(source.rows[block])
+
+    @staticmethod
+    def _row_in_piece(piece: Piece, row: int, source: _Source) -> int:
+        return row - piece.start_token // source.block_tokens if source.block_tokens else 0
+
+    @staticmethod
+    def _blocks_of(piece: Piece, ids: tuple[int, ...], source: _Source) -> Iterator[tuple[int, int | None]]:
+        """(position, block id) of the piece's blocks; None: vLLM has none there (its null block is 0)."""
+        if not source.block_tokens:
+            live = [block for block in ids if block]
+            yield 0, live[-1] if live else None
+            return
+        for row in range(piece.start_token // source.block_tokens, -(-piece.end_token // source.block_tokens)):
+            yield row, (ids[row] or None) if row < len(ids) else None
+
+    def _tell(self, message: Message) -> None:
+        if self._socket is None:
+            return
+        self._told_s = time.monotonic()
+        try:
+            send(self._socket, message)
+        except OSError as error:
+            # The engine is gone and with it all its requests; vLLM is stopped by whoever started both.
+            _log.warning("engine_gone", detail=str(error))
+            self.close()

@@ -1,0 +1,196 @@
+"""The part that runs inside vLLM: copies whole blocks between vLLM's cache and files of shared memory.
+
+`vllm serve --kv-transfer-config '{"kv_connector": "FarfillConnector", "kv_connector_module_path":
+"farfill.engine.vllm.connector", "kv_role": "kv_both", ...}'`. vLLM makes one in its scheduler process, which decides,
+and one in each worker process, which copies. Everything else (network, TLS, tickets, resume, budgets, fallback) is the
+engine's that runs beside vLLM: vLLM hears of a request only when its KV has landed on this host, so it never waits.
+
+A file that is missing, too short or for other tokens counts as no KV at all: vLLM then computes the prompt itself.
+"""
+
+# pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownMemberType=false
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import structlog
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from farfill.engine.vllm.blocks import BlockCopier, Export, Import, describe_cache
+from farfill.engine.vllm.messages import PARAMS_KEY, ExportParams, ImportParams, read_params
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Plan(KVConnectorMetadata):
+    """What the workers are to copy in one step."""
+
+    exports: list[Export] = field(default_factory=list[Export])
+    imports: list[Import] = field(default_factory=list[Import])
+
+
+@dataclass
+class _Exporting:
+    """A request whose prompt is being computed for export; `exported_tokens` left in whole blocks so far."""
+
+    request: Any
+    params: ExportParams
+    exported_tokens: int = 0
+
+
+class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
+    """See the module."""
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Blocks are copied within the step that computed them: nothing is handed over later."""
+        return False
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        option = self._kv_transfer_config.get_from_extra_config
+        self._socket_path = str(option("socket", ""))
+        self._folder = os.path.realpath(str(option("folder", "")))
+        self._chunk_tokens = int(option("prefill_chunk_tokens", 512))
+        self._exporting: dict[str, _Exporting] = {}
+        self._local_tokens: dict[str, int] = {}
+        self._plan = _Plan()
+        self._copier: BlockCopier | None = None
+
+    # In the scheduler's process.
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """A request's own blocks of all groups, states included."""
+        return self._kv_cache_config.transfer_group_ids
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        """Tokens that lie in the request's file beyond what vLLM has itself."""
+        params = self._params_of(request)
+        if not isinstance(params, ImportParams) or params.valid_tokens <= num_computed_tokens:
+            return 0, False
+        if not self._file_is_right(params) or params.num_tokens != request.num_prompt_tokens - 1:
+            _log.warning("kv_file_unusable", request_id=request.request_id, key=params.key)
+            return 0, False
+        self._local_tokens[request.request_id] = num_computed_tokens
+        return params.valid_tokens - num_computed_tokens, False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Where the tokens of the file are to go."""
+        params = self._params_of(request)
+        if isinstance(params, ExportParams):
+            self._exporting[request.request_id] = _Exporting(request, params)
+        local = self._local_tokens.pop(request.request_id, 0)
+        if isinstance(params, ImportParams) and num_external_tokens > 0:
+            self._plan.imports.append(
+                Import(params.key, params.file, params.num_tokens, local, _ids(blocks.get_block_ids()))
+            )
+            # Once: a request that was preempted computes its prompt itself, as vLLM knows it then.
+            request.kv_transfer_params[PARAMS_KEY] = None
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """Imports decided on since the last step, and the blocks that prefills fill in this one."""
+        plan, self._plan = self._plan, _Plan()
+        state = scheduler_output.kv_connector_block_state
+        for request_id, scheduled in scheduler_output.num_scheduled_tokens.items():
+            exporting = self._exporting.get(request_id)
+            if exporting is None or state is None:
+                continue
+            end = min(exporting.request.num_computed_tokens + scheduled, exporting.params.num_tokens)
+            if end <= exporting.exported_tokens:
+                continue
+            params = exporting.params
+            plan.exports.append(
+                Export(
+                    params.key,
+                    params.file,
+                    params.num_tokens,
+                    exporting.exported_tokens,
+                    end,
+                    _ids(state.resolve_block_ids(request_id)),
+                )
+            )
+            exporting.exported_tokens = end
+        return plan
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Nothing holds blocks of a finished request."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Nothing holds blocks of a finished request."""
+        self._exporting.pop(request.request_id, None)
+        self._local_tokens.pop(request.request_id, None)
+        return False, None
+
+    def _params_of(self, request: Any) -> ExportParams | ImportParams | None:
+        try:
+            params = read_params(request.kv_transfer_params)
+        except msgspec.ValidationError as error:
+            _log.warning("kv_transfer_params_refused", request_id=request.request_id, detail=str(error))
+            return None
+        # Paths come with requests: none may lead out of the folder that the engine made.
+        if params is not None and os.path.dirname(os.path.realpath(params.file)) != self._folder:
+            _log.warning("kv_transfer_params_refused", request_id=request.request_id, detail="file elsewhere")
+            return None
+        if isinstance(params, ExportParams) and params.num_tokens != request.num_prompt_tokens:
+            _log.warning("kv_transfer_params_refused", request_id=request.request_id, detail="other length")
+            return None
+        return params
+
+    @staticmethod
+    def _file_is_right(params: ImportParams) -> bool:
+        try:
+            return os.stat(params.file).st_size == params.file_bytes
+        except OSError:
+            return False
+
+    # In a worker's process.
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Tell the engine what this cache is made of."""
+        hello = describe_cache(self._vllm_config, self._kv_cache_config, kv_caches)
+        self._copier = BlockCopier(self._kv_cache_config, kv_caches, hello, self._chunk_tokens)
+        if self._socket_path:
+            self._copier.connect(self._socket_path)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Copy what this step's requests bring along, before the model reads it."""
+        plan = self._get_connector_metadata()
+        assert self._copier is not None
+        assert isinstance(plan, _Plan)
+        for item in plan.imports:
+            self._copier.load(item)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Everything was loaded before the step began."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are copied when the step is over: states have no such moment of their own."""
+
+    def wait_for_save(self) -> None:
+        """Copy the blocks that this step completed."""
+        plan = self._get_connector_metadata()
+        assert self._copier is not None
+        assert isinstance(plan, _Plan)
+        for item in plan.exports:
+            self._copier.save(item)
+        self._copier.alive()
+
+    def shutdown(self) -> None:
+        """The engine sees the end of the stream."""
+        if self._copier is not None:
+            self._copier.close()
+
+
+def _ids(groups: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(int(block) for block in group) for group in groups)

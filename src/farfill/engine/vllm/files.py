@@ -1,0 +1,114 @@
+"""Shared memory of requests: files in a private folder under /dev/shm, bounded in sum, mapped here and inside vLLM."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import tempfile
+from pathlib import Path
+from threading import Lock
+
+from farfill.core.errors import CapacityError, InvalidRequestError
+from farfill.engine.vllm.messages import piece_offsets
+from farfill.kv.manifest import Manifest
+
+_PREFIX = "farfill-vllm-"
+
+
+class KVFolder:
+    """Owns the folder and the budget. Thread-safe."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget = budget_bytes
+        self._lock = Lock()
+        self._used = 0
+        shared = Path("/dev/shm")  # noqa: S108 (the kernel's own; the folder in it is private)
+        _remove_orphans(shared)
+        base = str(shared) if shared.is_dir() else None
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=base))
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of files that are open."""
+        return self._used
+
+    def open(self, manifest: Manifest) -> KVFile:
+        """A file for all pieces. Raises CapacityError (kv_memory) when the budget is used up."""
+        offsets, nbytes = piece_offsets(manifest)
+        if nbytes > self._budget:
+            raise InvalidRequestError(
+                f"the prompt's KV needs {nbytes} bytes on this host, all there is are {self._budget}: raise"
+                " engine.kv_cache_mb",
+                param="prompt",
+            )
+        with self._lock:
+            if self._used + nbytes > self._budget:
+                raise CapacityError("no shared memory is left for another prompt's KV", reason="kv_memory")
+            self._used += nbytes
+        try:
+            return KVFile(self, self.path / secrets.token_hex(8), manifest, offsets, nbytes)
+        except OSError as error:
+            self.give_back(nbytes)
+            raise CapacityError(f"no shared memory for another prompt's KV: {error}", reason="kv_memory") from error
+
+    def give_back(self, nbytes: int) -> None:
+        """A file of so many bytes is gone."""
+        with self._lock:
+            self._used -= nbytes
+
+    def close(self) -> None:
+        """Remove the folder and all that is left in it. Idempotent."""
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class KVFile:
+    """One request's pieces. Also the `KVSlot` of a generation to come."""
+
+    def __init__(self, folder: KVFolder, path: Path, manifest: Manifest, offsets: list[int], nbytes: int) -> None:
+        self._folder = folder
+        self._offsets = offsets
+        self._lock = Lock()
+        self._open = True
+        self.path = path
+        self.manifest = manifest
+        self.nbytes = nbytes
+        self.held: frozenset[int] = frozenset()
+        self.owner: object = self
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.ftruncate(descriptor, nbytes)
+            self._memory = mmap.mmap(descriptor, nbytes)
+        finally:
+            os.close(descriptor)
+
+    @property
+    def key(self) -> str:
+        """Names it in messages."""
+        return self.path.name
+
+    def buffer(self, piece: int) -> memoryview:
+        """The writable place of piece `piece`."""
+        start = self._offsets[piece]
+        return memoryview(self._memory)[start : start + self.manifest.pieces[piece].nbytes]
+
+    def release(self) -> None:
+        """Remove it. Views that others still have stay readable. Idempotent."""
+        with self._lock:
+            if not self._open:
+                return
+            self._open = False
+        self.path.unlink(missing_ok=True)
+        with contextlib.suppress(BufferError):  # a view is left: the mapping goes with it
+            self._memory.close()
+        self._folder.give_back(self.nbytes)
+
+
+def _remove_orphans(shared: Path) -> None:
+    """Folders of engines that were killed."""
+    for folder in shared.glob(f"{_PREFIX}*-*") if shared.is_dir() else ():
+        pid = folder.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,322 @@
+"""One request of vLLM's: a prefill whose KV comes out, or a generation whose tokens do. Both live on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+from farfill.core.errors import CancelledWorkError, EngineError, FarfillError
+from farfill.engine.output import OutputText, Vocabulary
+from farfill.engine.protocol import (
+    GenerateWork,
+    Logprob,
+    PrefillSink,
+    PrefillStats,
+    PrefillWork,
+    TokenEvent,
+    TokenSink,
+)
+from farfill.engine.vllm.api import VllmApi, sampling_fields
+from farfill.engine.vllm.files import KVFile
+from farfill.engine.vllm.messages import ExportParams, ImportParams, export_params, import_params
+from farfill.kv.manifest import Manifest
+
+# After vLLM answered, all its exports are on their way through a local socket.
+LAST_EXPORTS_S = 5.0
+
+
+class Job:
+    """Runs as a task. `waiting` until vLLM gave a sign of working on it."""
+
+    def __init__(self, tokens: int, loop: asyncio.AbstractEventLoop, over: Callable[[Job], None]) -> None:
+        self.tokens = tokens
+        self.waiting = True
+        self.ended = asyncio.Event()
+        self._loop = loop
+        self._over = over
+        self._task: asyncio.Task[None] | None = None
+        self._cancelled = False
+        self._began_s = time.monotonic()
+
+    def launch(self) -> None:
+        """On the loop: begin, unless it was cancelled meanwhile."""
+        self._task = self._loop.create_task(self._guarded())
+
+    def cancel(self) -> None:
+        """Withdraw it; from any thread, idempotent."""
+        self._loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self._cancelled = True
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _guarded(self) -> None:
+        error: Exception | None = None
+        try:
+            if self._cancelled:
+                raise asyncio.CancelledError
+            await self.run()
+        except asyncio.CancelledError:
+            error = CancelledWorkError("the work was withdrawn")
+        except FarfillError as failure:
+            error = failure
+        except Exception as failure:
+            error = EngineError(f"vLLM: {type(failure).__name__}: {failure}")
+        self._over(self)
+        if error is not None:
+            self.failed(error)
+        self.ended.set()
+
+    async def run(self) -> None:
+        """The work."""
+        raise AssertionError
+
+    def failed(self, error: Exception) -> None:
+        """Last call when `run` raised."""
+        raise AssertionError
+
+
+class PrefillJob(Job):
+    """A `PrefillHandle`: vLLM computes the prompt and leaves its blocks in `file`."""
+
+    def __init__(
+        self,
+        work: PrefillWork,
+        sink: PrefillSink,
+        file: KVFile,
+        *,
+        api: VllmApi,
+        loop: asyncio.AbstractEventLoop,
+        over: Callable[[Job], None],
+    ) -> None:
+        super().__init__(len(work.prompt) - 1, loop, over)
+        self._work = work
+        self._sink = sink
+        self._api = api
+        self.file = file
+        self._missing = set(range(len(file.manifest.pieces)))
+        self._changed = asyncio.Event()
+        self._export_error = ""
+        self._done = False
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the prompt without its last token."""
+        return self.file.manifest
+
+    def release(self) -> None:
+        """The KV is not needed any more."""
+        self.cancel()
+        self.file.release()
+
+    def exported(self, pieces: tuple[int, ...]) -> None:
+        """These are in the file."""
+        new = [piece for piece in pieces if piece in self._missing]
+        self._missing.difference_update(new)
+        self.waiting = False
+        self._changed.set()
+        if new and not self._done:
+            self._sink.pieces_ready([(piece, self.file.buffer(piece).toreadonly()) for piece in new])
+
+    def export_failed(self, detail: str) -> None:
+        """Some never will be."""
+        self._export_error = detail
+        self._changed.set()
+
+    def alive(self) -> None:
+        """vLLM ended a step."""
+        if not self._done:
+            self._sink.progress()
+
+    async def run(self) -> None:
+        """Ask vLLM for one token, which nobody wants, after the prompt."""
+        num_tokens = self.tokens
+        answer = await self._api.once(
+            {
+                "token_ids": list(self._work.prompt[:-1]),
+                "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+                "cache_salt": self._work.cache_salt or None,
+                "priority": 0,
+                "kv_transfer_params": export_params(ExportParams(self.file.key, str(self.file.path), num_tokens)),
+            }
+        )
+        async with asyncio.timeout(LAST_EXPORTS_S):
+            while self._missing and not self._export_error:
+                self._changed.clear()
+                await self._changed.wait()
+        if self._missing:
+            raise EngineError(f"vLLM did not export the prompt's KV: {self._export_error}")
+        self._done = True
+        cached = _cached_tokens(answer)
+        self._sink.finished(
+            PrefillStats(
+                queued_s=0.0,
+                compute_s=time.monotonic() - self._began_s,
+                computed_tokens=num_tokens - cached,
+                cached_tokens=cached,
+            )
+        )
+
+    def failed(self, error: Exception) -> None:
+        """See `Job`."""
+        if not self._done:
+            self._done = True
+            self._sink.failed(error)
+
+
+class GenerateJob(Job):
+    """Tokens from vLLM, text from here."""
+
+    def __init__(
+        self,
+        work: GenerateWork,
+        sink: TokenSink,
+        file: KVFile | None,
+        *,
+        valid_tokens: int,
+        max_tokens: int,
+        vocabulary: Vocabulary,
+        api: VllmApi,
+        loop: asyncio.AbstractEventLoop,
+        over: Callable[[Job], None],
+    ) -> None:
+        super().__init__(len(work.prompt) - 1 - valid_tokens, loop, over)
+        self._work = work
+        self._sink = sink
+        self._file = file
+        self._valid_tokens = valid_tokens
+        self._vocabulary = vocabulary
+        self._api = api
+        self._fields = sampling_fields(work.sampling, max_tokens)
+        self._texts = [_text(work, vocabulary) for _ in range(work.sampling.n)]
+        self._open = set(range(work.sampling.n))
+
+    async def run(self) -> None:
+        """Stream until each choice ended."""
+        body: dict[str, Any] = {
+            "token_ids": list(self._work.prompt),
+            "sampling_params": self._fields,
+            "cache_salt": self._work.cache_salt or None,
+            "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }
+        if self._file is not None and self._valid_tokens:
+            body["kv_transfer_params"] = import_params(
+                ImportParams(
+                    self._file.key,
+                    str(self._file.path),
+                    self._file.nbytes,
+                    len(self._work.prompt) - 1,
+                    self._valid_tokens,
+                )
+            )
+        async with aclosing(self._api.stream(body)) as parts:
+            async for part in parts:
+                if self.waiting and part.get("choices"):
+                    self._prefilled(part)
+                for choice in part.get("choices") or ():
+                    self._choice(choice)
+                if not self._open:
+                    return
+        raise EngineError("vLLM ended the stream before every choice was finished")
+
+    def failed(self, error: Exception) -> None:
+        """See `Job`."""
+        self._sink.failed(error)
+
+    def free(self) -> None:
+        """The prompt's KV is inside vLLM, or not wanted."""
+        if self._file is not None:
+            self._file.release()
+
+    def _prefilled(self, part: dict[str, Any]) -> None:
+        self.waiting = False
+        self.free()
+        num_tokens = len(self._work.prompt) - 1
+        cached = min(max(0, _cached_tokens(part) - self._valid_tokens), num_tokens - self._valid_tokens)
+        self._sink.prefilled(
+            PrefillStats(
+                queued_s=0.0,
+                compute_s=time.monotonic() - self._began_s,
+                computed_tokens=num_tokens - self._valid_tokens - cached,
+                cached_tokens=cached,
+            )
+        )
+
+    def _choice(self, choice: dict[str, Any]) -> None:
+        index = choice["index"]
+        if index not in self._open:
+            return  # it ended here, at a stop string, before vLLM knew
+        token_ids = tuple(choice.get("token_ids") or ())
+        finish, stop_reason = choice.get("finish_reason"), choice.get("stop_reason")
+        if finish not in (None, "stop", "length"):
+            raise EngineError(f"vLLM ended a choice with {finish!r}")
+        logprobs = self._logprobs(choice)
+        shown, matched, used = self._show(index, token_ids, finish, stop_reason)
+        if matched is not None:
+            token_ids, finish, stop_reason = token_ids[:used], "stop", matched
+            logprobs = None if logprobs is None else logprobs[:used]
+        elif finish is not None:
+            shown += self._texts[index].finish()
+        if finish is not None:
+            self._open.discard(index)
+        if token_ids or finish is not None:
+            self._sink.token(
+                TokenEvent(
+                    index=index,
+                    token_ids=token_ids,
+                    text=shown,
+                    finish_reason=finish,
+                    stop_reason=stop_reason,
+                    logprobs=logprobs,
+                )
+            )
+
+    def _show(
+        self, index: int, token_ids: tuple[int, ...], finish: str | None, stop_reason: object
+    ) -> tuple[str, str | None, int]:
+        """(text to show, stop string that ended it, tokens up to there). A token that ends the text has none."""
+        shown = ""
+        for used, token in enumerate(token_ids, start=1):
+            ends = finish == "stop" and used == len(token_ids)
+            if ends and not (stop_reason is not None and self._work.sampling.include_stop_str_in_output):
+                break
+            text, matched = self._texts[index].push(token)
+            shown += text
+            if matched is not None:
+                return shown, matched, used
+        return shown, None, len(token_ids)
+
+    def _logprobs(self, choice: dict[str, Any]) -> tuple[tuple[Logprob, tuple[Logprob, ...]], ...] | None:
+        wanted = self._work.sampling.logprobs
+        if wanted is None:
+            return None
+        content = (choice.get("logprobs") or {}).get("content") or []
+        return tuple(
+            (self._logprob(item), tuple(self._logprob(other) for other in item.get("top_logprobs", [])[:wanted]))
+            for item in content
+        )
+
+    def _logprob(self, item: dict[str, Any]) -> Logprob:
+        token = item["token_id"]
+        return Logprob(token_id=token, logprob=item["logprob"], text_bytes=self._vocabulary.token_bytes(token))
+
+
+def _text(work: GenerateWork, vocabulary: Vocabulary) -> OutputText:
+    sampling = work.sampling
+    return OutputText(
+        vocabulary.tokenizer,
+        work.prompt,
+        stop=sampling.stop,
+        min_tokens=sampling.min_tokens,
+        include_stop=sampling.include_stop_str_in_output,
+        skip_special_tokens=sampling.skip_special_tokens,
+    )
+
+
+def _cached_tokens(part: dict[str, Any]) -> int:
+    details = (part.get("usage") or {}).get("prompt_tokens_details") or {}
+    return int(details.get("cached_tokens") or 0)

@@ -1,0 +1,143 @@
+"""What the connector inside vLLM and the engine beside it tell each other. Both run on one host as one user.
+
+Bytes of KV never pass this way: they lie in files of shared memory that the engine makes, one per request, with the
+pieces of the request's manifest one after the other. The connector sends messages over a Unix socket, each a
+4-byte big-endian length and one msgpack struct; what it needs to know comes with the request, in
+`kv_transfer_params["farfill"]`.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import msgspec
+
+from farfill.kv.manifest import Manifest
+
+CACHE_VERSION = 1
+PARAMS_KEY = "farfill"
+_ALIGN_BYTES = 64
+_MAX_BYTES = 16 * 1024 * 1024
+
+
+class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
+    """One tensor of vLLM's cache: `block_bytes` for each block of `block_tokens` tokens (0: one state).
+
+    `kind` is a `TensorKind` value; `window_tokens` are those before the next token that it may look at.
+    """
+
+    layer: int
+    name: str
+    kind: str
+    block_tokens: int
+    block_bytes: int
+    window_tokens: int = 0
+
+
+class Hello(msgspec.Struct, tag="hello", frozen=True):
+    """First message of a vLLM worker process: what its cache is made of, and all that decides what its bytes mean."""
+
+    cache_version: int
+    vllm_version: str
+    platform: str
+    dtype: str
+    rank: int
+    ranks: int
+    num_blocks: int
+    tensors: tuple[CacheTensor, ...]
+
+
+class Exported(msgspec.Struct, tag="exported", frozen=True):
+    """These pieces of request `key` are in its file."""
+
+    key: str
+    pieces: tuple[int, ...]
+
+
+class Alive(msgspec.Struct, tag="alive", frozen=True):
+    """A step ended."""
+
+
+class ExportFailed(msgspec.Struct, tag="export_failed", frozen=True):
+    """The pieces of request `key` will not come."""
+
+    key: str
+    detail: str
+
+
+Message = Hello | Exported | Alive | ExportFailed
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+class ExportParams(msgspec.Struct, tag="export", frozen=True):
+    """Export the KV of the whole prompt of this request (`num_tokens`) into `file`."""
+
+    key: str
+    file: str
+    num_tokens: int
+
+
+class ImportParams(msgspec.Struct, tag="import", frozen=True):
+    """The first `valid_tokens` of the prompt's first `num_tokens` tokens are in `file`, which has `file_bytes`."""
+
+    key: str
+    file: str
+    file_bytes: int
+    num_tokens: int
+    valid_tokens: int
+
+
+def export_params(params: ExportParams) -> dict[str, object]:
+    """`kv_transfer_params` of a prefill, in the form stock vLLM routers use."""
+    return {"do_remote_decode": True, "do_remote_prefill": False, PARAMS_KEY: msgspec.to_builtins(params)}
+
+
+def import_params(params: ImportParams) -> dict[str, object]:
+    """`kv_transfer_params` of a generation whose KV is there."""
+    return {"do_remote_decode": False, "do_remote_prefill": True, PARAMS_KEY: msgspec.to_builtins(params)}
+
+
+def read_params(raw: object) -> ExportParams | ImportParams | None:
+    """Ours in `kv_transfer_params`; None when there are none. Raises msgspec.ValidationError."""
+    if not isinstance(raw, dict) or PARAMS_KEY not in raw:
+        return None
+    return msgspec.convert(raw[PARAMS_KEY], ExportParams | ImportParams)
+
+
+def piece_offsets(manifest: Manifest) -> tuple[list[int], int]:
+    """Where each piece begins in a request's file, and how long the file is."""
+    offsets: list[int] = []
+    end = 0
+    for piece in manifest.pieces:
+        offsets.append(end)
+        end += -(-piece.nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    return offsets, end
+
+
+def send(sock: socket.socket, message: Message) -> None:
+    """Send one message, whole."""
+    body = _encoder.encode(message)
+    sock.sendall(len(body).to_bytes(4, "big") + body)
+
+
+class Inbox:
+    """Cuts the bytes of one connection into messages."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Message]:
+        """The messages that are complete with `data`. Raises ValueError for what is none."""
+        self._data += data
+        while len(self._data) >= 4:
+            length = int.from_bytes(self._data[:4], "big")
+            if length > _MAX_BYTES:
+                raise ValueError(f"a message of {length} bytes")
+            if len(self._data) < 4 + length:
+                return
+            body = bytes(self._data[4 : 4 + length])
+            del self._data[: 4 + length]
+            yield _decoder.decode(body)

@@ -1,0 +1,131 @@
+"""The vLLM server process: started with the right flags, waited for, ended with its whole process group."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from farfill.config.paths import child_environment
+from farfill.core.errors import ConfigError, EngineError
+from farfill.engine.vllm.line import ConnectorLine
+from farfill.engine.vllm.messages import Hello
+
+_POLL_S = 0.25
+_STOP_S = 20.0
+_HEALTH_S = 5.0
+_TAIL_LINES = 30
+# Mamba-2 on CPU: vLLM's kernel drops the states between blocks that prefix caching needs, and the engine dies.
+_NO_PREFIX_CACHE = ("GraniteMoeHybrid", "FalconH1", "Bamba", "Mamba2", "NemotronH", "Zamba2")
+
+
+class VllmServer:
+    """One running vLLM, reached through Unix sockets in `folder`; its output goes to `folder`/vllm.log."""
+
+    def __init__(self, model: Path, folder: Path, options: Sequence[str], *, chunk_tokens: int) -> None:
+        self.socket = folder / "api.sock"
+        self.log_file = folder / "vllm.log"
+        self.line = ConnectorLine(folder / "line.sock")
+        transfer = {
+            "kv_connector": "FarfillConnector",
+            "kv_connector_module_path": "farfill.engine.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "socket": str(self.line.path),
+                "folder": str(folder),
+                "prefill_chunk_tokens": chunk_tokens,
+            },
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            f"--model={model}",
+            f"--uds={self.socket}",
+            "--tokens-only",
+            "--served-model-name=model",
+            "--enable-prompt-tokens-details",
+            f"--kv-transfer-config={json.dumps(transfer)}",
+            *_prefix_cache(model),
+            *options,
+        ]
+        with self.log_file.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=child_environment(_ENVIRONMENT),
+                start_new_session=True,
+            )
+
+    @property
+    def running(self) -> bool:
+        """Whether the process lives."""
+        return self._process.poll() is None
+
+    def wait_ready(self, timeout_s: float) -> list[Hello]:
+        """What its cache is made of, once it answers. Raises EngineError with the end of its log otherwise."""
+        end_s = time.monotonic() + timeout_s
+        while time.monotonic() < end_s:
+            if not self.running:
+                raise EngineError(f"vLLM ended with {self._process.returncode} while starting:\n{self.tail()}")
+            hellos = self.line.wait(_POLL_S)
+            if hellos is not None and self._healthy():
+                return hellos
+            time.sleep(_POLL_S if hellos is not None else 0)
+        raise EngineError(f"vLLM was not ready after {timeout_s:.0f} s:\n{self.tail()}")
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL to the whole group after a while. Idempotent."""
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self.line.close()
+
+    def tail(self) -> str:
+        """The last lines of its output."""
+        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+    def _healthy(self) -> bool:
+        """Whether /health answers 200. The socket is there long before."""
+        with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(_HEALTH_S)
+            sock.connect(str(self.socket))
+            sock.sendall(b"GET /health HTTP/1.1\r\nHost: vllm\r\nConnection: close\r\n\r\n")
+            return sock.recv(64).startswith(b"HTTP/1.1 200")
+        return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+
+def _prefix_cache(model: Path) -> list[str]:
+    try:
+        config = json.loads((model / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {model}/config.json cannot be read: {error}") from error
+    names = " ".join(config.get("architectures") or [])
+    return ["--no-enable-prefix-caching"] if any(name in names for name in _NO_PREFIX_CACHE) else []
+
+
+# vLLM's processes speak to each other on this host only; idle threads of one engine leave the cores to the other.
+_ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}

@@ -1,0 +1,280 @@
+"""Geometries of public models, written down from their published config.json, and what is known of them.
+
+`bytes_per_token` and `fixed_mb` (decimal) are bf16 caches with float32 states, as others computed or measured them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """`parameters_b` is of the model's own card, in thousands of millions; 0: not compared."""
+
+    config: dict[str, Any]
+    bytes_per_token: int
+    fixed_mb: float
+    source: str
+    parameters_b: float = 0.0
+
+
+def _every(period: int, layers: int, full: str, other: str) -> list[str]:
+    return [full if (i + 1) % period == 0 else other for i in range(layers)]
+
+
+MODELS: dict[str, Published] = {
+    "SmolLM2-135M": Published(
+        {
+            "model_type": "llama",
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "vocab_size": 49152,
+            "tie_word_embeddings": True,
+        },
+        23_040,
+        0.0,
+        "measured with the embedded engine",
+        0.135,
+    ),
+    "Gemma-3-270M": Published(
+        {
+            "model_type": "gemma3_text",
+            "hidden_size": 640,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 18,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 256,
+            "sliding_window": 512,
+            "sliding_window_pattern": 6,
+            "vocab_size": 262144,
+            "tie_word_embeddings": True,
+        },
+        3_072,
+        7.85,
+        "measured with the embedded engine",
+        0.268,
+    ),
+    "Llama-3.1-8B": Published(
+        {
+            "model_type": "llama",
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+        131_072,
+        0.0,
+        "Dynamo cross-cluster guide: 128 KB per token of its distillate",
+        8.03,
+    ),
+    "Qwen2.5-72B": Published(
+        {
+            "model_type": "qwen2",
+            "hidden_size": 8192,
+            "intermediate_size": 29568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 131072,
+            "use_sliding_window": False,
+            "max_window_layers": 70,
+            "vocab_size": 152064,
+        },
+        327_680,
+        0.0,
+        "HarshavardhanK/Mooncake, prfaas/",
+        72.7,
+    ),
+    "Qwen3-235B-A22B": Published(
+        {
+            "model_type": "qwen3_moe",
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "moe_intermediate_size": 1536,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 94,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "vocab_size": 151936,
+        },
+        192_512,
+        0.0,
+        "94 layers, 4 KV heads of 128 (arXiv 2505.09388)",
+        235.0,
+    ),
+    "MiniMax-M2.5": Published(
+        {
+            "model_type": "minimax_m2",
+            "hidden_size": 3072,
+            "intermediate_size": 1536,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 62,
+            "num_attention_heads": 48,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "vocab_size": 200064,
+        },
+        253_952,
+        0.0,
+        "62 layers, 8 KV heads of 128",
+        229.0,
+    ),
+    "gpt-oss-120b": Published(
+        {
+            "model_type": "gpt_oss",
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "vocab_size": 201088,
+        },
+        36_864,
+        4.7,
+        "18 full and 18 window layers, 8 KV heads of 64",
+        117.0,
+    ),
+    "Qwen3-Next-80B-A3B": Published(
+        {
+            "model_type": "qwen3_next",
+            "hidden_size": 2048,
+            "intermediate_size": 5120,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "num_hidden_layers": 48,
+            "full_attention_interval": 4,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+            "vocab_size": 151936,
+        },
+        24_576,
+        77.9,
+        "12 full layers of 2 KV heads of 256, 36 gated delta layers",
+        80.0,
+    ),
+    "Kimi-Linear-48B-A3B": Published(
+        {
+            "model_type": "kimi_linear",
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "moe_intermediate_size": 1024,
+            "num_experts": 256,
+            "num_experts_per_token": 8,
+            "num_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "num_hidden_layers": 27,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 32,
+            "kv_lora_rank": 512,
+            "q_lora_rank": None,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "linear_attn_config": {
+                "full_attn_layers": [4, 8, 12, 16, 20, 24, 27],
+                "kda_layers": [i for i in range(1, 28) if i not in (4, 8, 12, 16, 20, 24, 27)],
+                "head_dim": 128,
+                "num_heads": 32,
+                "short_conv_kernel_size": 4,
+            },
+            "vocab_size": 163840,
+        },
+        8_064,
+        43.9,
+        "20 KDA and 7 MLA layers; HarshavardhanK/Mooncake, prfaas/: 8,064 B per token",
+        48.0,
+    ),
+    "Kimi-K3": Published(
+        {
+            "model_type": "kimi_k3",
+            "text_config": {
+                "model_type": "kimi_linear",
+                "hidden_size": 7168,
+                "num_hidden_layers": 93,
+                "num_attention_heads": 96,
+                "kv_lora_rank": 512,
+                "q_lora_rank": 1536,
+                "qk_nope_head_dim": 128,
+                "qk_rope_head_dim": 64,
+                "v_head_dim": 128,
+                "linear_attn_config": {
+                    "full_attn_layers": [*range(4, 93, 4), 93],
+                    "kda_layers": [i for i in range(1, 93) if i % 4],
+                    "head_dim": 128,
+                    "num_heads": 96,
+                    "short_conv_kernel_size": 4,
+                },
+            },
+        },
+        27_648,
+        454.5,
+        "93 layers, 69 KDA and 24 MLA: 27,648 B per token",
+    ),
+    "Nemotron-Nano-9B-v2": Published(
+        {
+            "model_type": "nemotron_h",
+            "hidden_size": 4480,
+            "num_hidden_layers": 56,
+            "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+            "num_attention_heads": 40,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 80,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+        },
+        16_384,
+        0.0,
+        "HarshavardhanK/Mooncake, prfaas/: 16,384 B per token",
+    ),
+    "DeepSeek-V3": Published(
+        {
+            "model_type": "deepseek_v3",
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "first_k_dense_replace": 3,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "vocab_size": 129280,
+        },
+        70_272,
+        0.0,
+        "61 MLA layers of 512 + 64 (arXiv 2412.19437)",
+        671.0,
+    ),
+}

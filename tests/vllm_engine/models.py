@@ -1,0 +1,90 @@
+"""Tiny seeded models in folders that vLLM can serve: six families, each with another kind of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 320
+_SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
+# vLLM's kernels want heads of at least 32; weights wide enough that greedy text is not one token again and again.
+_BASE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 256,
+    "eos_token_id": 257,
+    "pad_token_id": 258,
+    "tie_word_embeddings": False,
+}
+_MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32}
+_LINEAR: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": lambda: transformers.LlamaConfig(**_BASE, head_dim=32),
+    "qwen3": lambda: transformers.Qwen3Config(**_BASE, head_dim=32),
+    "gemma3": lambda: transformers.Gemma3TextConfig(
+        **{**_BASE, "num_hidden_layers": 6},
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        sliding_window=128,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+    ),
+    "granite": lambda: transformers.GraniteMoeHybridConfig(
+        **_BASE,
+        **_MAMBA,
+        layer_types=["mamba"] * 3 + ["attention"],
+        mamba_expand=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        shared_intermediate_size=128,
+        position_embedding_type="rope",
+    ),
+    "falcon_h1": lambda: transformers.FalconH1Config(**_BASE, **_MAMBA, head_dim=32, mamba_d_ssm=256),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_BASE, **_LINEAR, head_dim=32),
+}
+
+
+def make_model(name: str, folder: Path, dtype: str = "float32") -> Path:
+    """Weights, config and a byte-level tokenizer of model `name`, the same at every call."""
+    config = CONFIGS[name]()
+    config.dtype = dtype
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.dim() >= 2:
+                scale = 0.5 if "conv" in key else 1.6 / weight.shape[-1] ** 0.5
+                weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate([*pieces, *_SPECIAL])}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    bos, eos, pad, unknown = _SPECIAL
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad, unk_token=unknown
+    )
+    fast.chat_template = "{% for m in messages %}{{m['role']}}: {{m['content']}}\n{% endfor %}assistant:"
+    return fast
