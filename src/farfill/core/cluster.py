@@ -58,6 +58,8 @@ class PlacementReason(StrEnum):
     FINGERPRINT_MISMATCH = "fingerprint_mismatch"
     BREAKER_OPEN = "breaker_open"
     TOO_SHORT = "too_short"
+    ROLLOUT = "rollout"  # not of the share that may go far yet
+    LINK_BUSY = "link_busy"  # every link to it is full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
 
@@ -103,9 +103,20 @@ async def _prefill_s(client: GatewayClient, corpus: Corpus, plan: ProfilePlan, t
 
 
 async def _step_s(client: GatewayClient, corpus: Corpus, plan: ProfilePlan, *, tokens: int, batch: int) -> float:
-    """Median gap between tokens while all `batch` streams run."""
+    """Median gap between tokens while all `batch` streams run.
+
+    Each prompt runs once before, for its prefill to be found in the cache: else the first streams would have ended
+    before the last ones start.
+    """
+    generations = [
+        Generation(prompt=corpus.prompt_of(tokens, variant), max_tokens=plan.output_tokens, salt=secrets.token_hex(8))
+        for variant in range(batch)
+    ]
+    if batch > 1:
+        for generation in generations:
+            await client.complete(replace(generation, max_tokens=1))
     async with asyncio.timeout(_STREAM_DEADLINE_S), asyncio.TaskGroup() as group:
-        tasks = [group.create_task(_stream(client, corpus, plan, tokens, variant)) for variant in range(batch)]
+        tasks = [group.create_task(_stream(client, generation)) for generation in generations]
     streams = [task.result() for task in tasks]
     instances = {instance for instance, _ in streams}
     if len(instances) > 1:
@@ -122,17 +133,14 @@ async def _step_s(client: GatewayClient, corpus: Corpus, plan: ProfilePlan, *, t
     ]
     if not gaps:
         raise ProfileError(
-            f"{batch} sequences never ran at the same time; raise --tokens, or engine.max_batch of the cluster file"
+            f"{batch} sequences never ran at the same time; raise --tokens, or engine.max_batch and"
+            " engine.prefix_cache_mb of the cluster file"
         )
     return median(gaps)
 
 
-async def _stream(
-    client: GatewayClient, corpus: Corpus, plan: ProfilePlan, tokens: int, variant: int
-) -> tuple[str, list[float]]:
-    generation = Generation(
-        prompt=corpus.prompt_of(tokens, variant), max_tokens=plan.output_tokens, salt=secrets.token_hex(8)
-    )
+async def _stream(client: GatewayClient, generation: Generation) -> tuple[str, list[float]]:
+    """(decode instance, times of its tokens)."""
     times: list[float] = []
     async with client.stream(generation) as answer:
         request_id = answer.request_id

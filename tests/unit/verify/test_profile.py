@@ -110,10 +110,19 @@ async def test_prefill_is_what_workers_report_and_no_cache_is_asked():
     gateway = TimedGateway()
     file = await measure(gateway)
     assert [(p.tokens, p.seconds) for p in file.prefill] == [(16, pytest.approx(0.016)), (64, pytest.approx(0.064))]
-    assert len(set(gateway.salts)) == len(gateway.salts)
+    prefills = [body["cache_salt"] for body in gateway.seen if body["forced"]]
+    assert len(set(prefills)) == len(prefills) == 2 * (2 + 1)  # the first of each length is not counted
     assert [(d.batch, d.context_tokens) for d in file.decode] == [(1, 36), (3, 36), (1, 84), (3, 84)]
     assert all(d.step_s > 0 for d in file.decode)
     assert "model fake, prefill local, median of 2" in file.source
+
+
+async def test_streams_of_a_batch_find_their_prefill_in_the_cache():
+    gateway = TimedGateway()
+    await measure(gateway)
+    warmed = {body["cache_salt"] for body in gateway.seen if not body["forced"]}
+    assert len(warmed) == 3 * 2  # one batch of 3 at two lengths
+    assert all(gateway.salts.count(salt) == 2 for salt in warmed)
 
 
 async def test_remote_takes_the_far_instances_time():

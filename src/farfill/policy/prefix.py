@@ -1,0 +1,269 @@
+"""Who holds which prefix: one index over all sites and instances. Pure and bounded.
+
+Each block key maps to the set of holders, as bits of one integer, so that a prompt is compared with all instances at
+once. It is fed in two ways. Instances that announce block events are *exact*: what they stored is held until they say
+it is gone. For all others the history of placements is the *belief*, corrected by what they report: an instance that
+repeatedly holds less than believed is not believed until its reports agree again.
+
+Keys carry the tenant's salt (`kv.hashing.prefix_keys`), so one tenant's prompt never meets another's blocks here.
+
+Bounded by two generations: when the young one is full it becomes the old one, and the old one's blocks, those not
+seen for a whole generation, are forgotten. A holder that left is only taken off the set of the living; its bits go
+with the generations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+TRUST_MIN = -2
+TRUST_MAX = 4
+MAX_RETIRED = 128
+"""More holders that left than this make a generation turn early: their bits would make every set long."""
+_LINEAR_KEYS = 24
+
+
+@dataclass(slots=True)
+class _Holder:
+    name: str
+    site: str
+    generation: str
+    bit: int
+    exact: bool
+    sparse: bool
+    trust: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHits:
+    """Leading blocks of one prompt by holder; holders without any are left out."""
+
+    blocks: dict[str, int]
+    sites: dict[str, int]
+
+    def at(self, holder: str) -> int:
+        """Leading blocks at one holder."""
+        return self.blocks.get(holder, 0)
+
+    def at_site(self, site: str) -> int:
+        """Leading blocks at the best holder of a site."""
+        return self.sites.get(site, 0)
+
+    @property
+    def best(self) -> int:
+        """Leading blocks at the best holder anywhere."""
+        return max(self.sites.values(), default=0)
+
+
+class BlockIndex:
+    """`max_blocks` bounds the keys held; `forgotten` counts those the bound has cost."""
+
+    def __init__(self, max_blocks: int) -> None:
+        if max_blocks < 2:
+            raise ValueError(f"max_blocks must be at least 2, got {max_blocks}")
+        self._generation_blocks = max_blocks // 2
+        self._young: dict[bytes, int] = {}
+        self._old: dict[bytes, int] = {}
+        self._holders: dict[str, _Holder] = {}
+        self._by_bit: dict[int, _Holder] = {}
+        self._chained = 0
+        self._sparse = 0
+        self._joined = 0
+        self._retired: list[tuple[int, int]] = []
+        self._free: list[int] = []
+        self._next_bit = 0
+        self._turns = 0
+        self.forgotten = 0
+
+    def __len__(self) -> int:
+        return len(self._young) + sum(1 for key in self._old if key not in self._young)
+
+    def join(self, name: str, site: str, generation: str, *, exact: bool = False, sparse: bool = False) -> None:
+        """A holder that may be asked about. Another generation of the same name starts empty.
+
+        `exact`: it announces block events. `sparse`: it can only continue where it says so (models with states):
+        a hit is the last announced key, whatever lies before it.
+        """
+        held = self._holders.get(name)
+        if held is not None:
+            if (held.generation, held.exact, held.sparse) == (generation, exact, sparse):
+                held.site = site
+                return
+            self.leave(name)
+        bit = self._free.pop() if self._free else self._take_bit()
+        holder = _Holder(name, site, generation, bit, exact, sparse)
+        self._holders[name] = self._by_bit[bit] = holder
+        self._joined |= bit
+        self._count_in(holder)
+
+    def leave(self, name: str) -> None:
+        """The holder is gone, and its blocks with it."""
+        holder = self._holders.pop(name, None)
+        if holder is None:
+            return
+        self._count_out(holder)
+        del self._by_bit[holder.bit]
+        self._joined ^= holder.bit
+        self._retired.append((self._turns, holder.bit))
+        if len(self._retired) > MAX_RETIRED:
+            self._turn()
+
+    def retain(self, live: Iterable[str]) -> None:
+        """Every holder that is not among `live` leaves."""
+        for name in set(self._holders) - set(live):
+            self.leave(name)
+
+    def stored(self, name: str, keys: Sequence[bytes]) -> None:
+        """The exact holder `name` announced that it has these blocks. Unknown holders are ignored."""
+        holder = self._holders.get(name)
+        if holder is not None and holder.exact:
+            self._add(holder.bit, keys)
+
+    def removed(self, name: str, keys: Iterable[bytes]) -> None:
+        """The exact holder `name` announced that these blocks are gone."""
+        holder = self._holders.get(name)
+        if holder is None or not holder.exact:
+            return
+        for generation in (self._young, self._old):
+            for key in keys:
+                mask = generation.get(key, 0)
+                if mask & holder.bit:
+                    mask ^= holder.bit
+                    if mask:
+                        generation[key] = mask
+                    else:
+                        del generation[key]
+
+    def cleared(self, name: str) -> None:
+        """The holder announced that it has nothing any more; what it announces next counts again."""
+        holder = self._holders.get(name)
+        if holder is not None:
+            self.leave(name)
+            self.join(name, holder.site, holder.generation, exact=holder.exact, sparse=holder.sparse)
+
+    def placed(self, name: str, keys: Sequence[bytes], reported_blocks: int | None) -> int | None:
+        """A prompt with `keys` was computed there; it reported a hit of `reported_blocks` (None: says nothing).
+
+        Returns reported less expected blocks, for the metric; None without both. History is the belief about
+        holders that announce nothing; exact ones are not written to.
+        """
+        holder = self._holders.get(name)
+        if holder is None:
+            return None
+        expected = self._depth_of(holder, keys)
+        if holder.exact:
+            return None if reported_blocks is None else reported_blocks - expected
+        if expected and reported_blocks is not None:
+            self._trust(holder, 1 if reported_blocks >= expected else -1)
+        self._add(holder.bit, keys[: self._generation_blocks])
+        return None if reported_blocks is None else reported_blocks - expected
+
+    def hits(self, keys: Sequence[bytes]) -> PrefixHits:
+        """How many leading blocks of `keys` each holder has.
+
+        Long prompts are bisected, which takes it that whoever holds a block holds those before it. Holders evict the
+        ends of prefixes first; where one did not, the answer is too high, and its report will say so.
+        """
+        blocks: dict[str, int] = {}
+        sites: dict[str, int] = {}
+        if self._chained and keys:
+            self._chained_hits(keys, blocks, sites)
+        if self._sparse and keys:
+            self._sparse_hits(keys, blocks, sites)
+        return PrefixHits(blocks, sites)
+
+    def _chained_hits(self, keys: Sequence[bytes], blocks: dict[str, int], sites: dict[str, int]) -> None:
+        alive, depth, total = self._chained & self._mask(keys[0]), 1, len(keys)
+        while alive:
+            end = self._held_until(keys, alive, depth, total)
+            still = alive & self._mask(keys[end]) if end < total else 0
+            for holder in self._holders_of(alive & ~still):
+                blocks[holder.name] = end
+                if end > sites.get(holder.site, 0):
+                    sites[holder.site] = end
+            alive, depth = still, end + 1
+
+    def _held_until(self, keys: Sequence[bytes], alive: int, start: int, total: int) -> int:
+        """The first index from `start` on whose key not all of `alive` hold; `total` if there is none."""
+        young, old = self._young, self._old
+        if total - start <= _LINEAR_KEYS:
+            for index in range(start, total):
+                key = keys[index]
+                if (young.get(key, 0) | old.get(key, 0)) & alive != alive:
+                    return index
+            return total
+        low, high = start, total
+        while low < high:
+            middle = (low + high) // 2
+            key = keys[middle]
+            if (young.get(key, 0) | old.get(key, 0)) & alive == alive:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def _sparse_hits(self, keys: Sequence[bytes], blocks: dict[str, int], sites: dict[str, int]) -> None:
+        wanted = self._sparse
+        for index in range(len(keys) - 1, -1, -1):
+            found = self._mask(keys[index]) & wanted
+            for holder in self._holders_of(found):
+                blocks[holder.name] = index + 1
+                if index + 1 > sites.get(holder.site, 0):
+                    sites[holder.site] = index + 1
+            wanted &= ~found
+            if not wanted:
+                return
+
+    def _depth_of(self, holder: _Holder, keys: Sequence[bytes]) -> int:
+        if holder.sparse:
+            return next((i + 1 for i in range(len(keys) - 1, -1, -1) if self._mask(keys[i]) & holder.bit), 0)
+        return next((i for i, key in enumerate(keys) if not self._mask(key) & holder.bit), len(keys))
+
+    def _mask(self, key: bytes) -> int:
+        return self._young.get(key, 0) | self._old.get(key, 0)
+
+    def _holders_of(self, mask: int) -> Iterator[_Holder]:
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            yield self._by_bit[bit]
+
+    def _add(self, bit: int, keys: Sequence[bytes]) -> None:
+        young, old = self._young, self._old
+        # The end of the prompt first: should a generation turn in between, its beginning is the younger part.
+        for key in reversed(keys):
+            if key not in young and len(young) >= self._generation_blocks:
+                self._turn()
+                young, old = self._young, self._old
+            young[key] = (young.get(key, 0) | old.get(key, 0)) & self._joined | bit
+
+    def _turn(self) -> None:
+        self.forgotten += sum(1 for key in self._old if key not in self._young)
+        self._old, self._young = self._young, {}
+        self._turns += 1
+        # What moves between generations drops the bits of the gone: two turns later they are in no key.
+        while self._retired and self._turns - self._retired[0][0] >= 2:
+            self._free.append(self._retired.pop(0)[1])
+
+    def _take_bit(self) -> int:
+        bit = 1 << self._next_bit
+        self._next_bit += 1
+        return bit
+
+    def _trust(self, holder: _Holder, step: int) -> None:
+        self._count_out(holder)
+        holder.trust = max(TRUST_MIN, min(TRUST_MAX, holder.trust + step))
+        self._count_in(holder)
+
+    def _count_in(self, holder: _Holder) -> None:
+        if holder.trust < 0:
+            return
+        if holder.sparse:
+            self._sparse |= holder.bit
+        else:
+            self._chained |= holder.bit
+
+    def _count_out(self, holder: _Holder) -> None:
+        self._chained &= ~holder.bit
+        self._sparse &= ~holder.bit
