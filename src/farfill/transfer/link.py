@@ -44,8 +44,11 @@ SLOW_ACCEPT_ROUND_TRIPS = 3.0
 EARLY_ROUND_TRIPS = 2.0
 EARLY_MIN_CHUNKS = 4
 EARLY_UNKNOWN_BYTES = 4 * 1024 * 1024
-# Unsent bytes of all connections together: so much of the link's rate, enough for a thread that gets no CPU at once.
-UNSENT_S = 0.02
+# Unsent bytes of all connections together: so much of the link's rate, so that threads need not wake for every packet,
+# and no more than a part of what waits, so that all connections end at about the same time.
+UNSENT_S = 0.05
+UNSENT_PART = 4
+UNSENT_RENEWED_S = 0.005
 UNSENT_UNKNOWN_BYTES = 2 * 1024 * 1024
 UNSENT_MIN_BYTES = 16 * 1024
 UNSENT_MAX_BYTES = 512 * 1024
@@ -118,6 +121,7 @@ class PeerLink:
         self._credit_bytes = math.inf
         self._grant = EarlyGrant()
         self._early_bytes = 0
+        self._unsent = float("-inf"), UNSENT_MAX_BYTES
         self._withheld = False
         self._used_s = clock.now_s()
         self._tuner = ConnectionTuner(None if config.connections == "auto" else config.connections)
@@ -196,10 +200,21 @@ class PeerLink:
     @property
     def unsent_bytes(self) -> int:
         """How much a connection may hold that has not left: what is committed to a slow one cannot go elsewhere."""
+        now_s = self.clock.now_s()
+        until_s, nbytes = self._unsent
+        if now_s >= until_s:
+            nbytes = self._measure_unsent()
+            self._unsent = now_s + UNSENT_RENEWED_S, nbytes
+        return nbytes
+
+    def _measure_unsent(self) -> int:
+        transfers = self._snapshot()
         with self._lock:
             rate = self.estimate.rate_bytes_per_s
-        share = UNSENT_UNKNOWN_BYTES if rate is None else rate * UNSENT_S
-        return int(min(UNSENT_MAX_BYTES, max(UNSENT_MIN_BYTES, share / max(1, len(self._slots)))))
+        lanes = max(1, len(self._slots))
+        waiting = sum(transfer.waiting_bytes for transfer in transfers)
+        flowing = UNSENT_UNKNOWN_BYTES if rate is None else rate * UNSENT_S
+        return int(min(UNSENT_MAX_BYTES, max(UNSENT_MIN_BYTES, min(flowing, waiting / UNSENT_PART) / lanes)))
 
     @property
     def chunk_limit_bytes(self) -> float:

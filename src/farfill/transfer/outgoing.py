@@ -254,6 +254,11 @@ class PushedTransfer:
         """The largest chunk of the cut in force; 0 before there is one."""
         return 0 if self._machine.grid is None else self._machine.grid.chunk_bytes
 
+    @property
+    def waiting_bytes(self) -> int:
+        """About so much waits to be pulled."""
+        return self._machine.waiting * self.chunk_bytes
+
     def overdue_on(self, connection: int) -> frozenset[int]:
         """Connections on which chunks are overdue; should they be stuck, `pull` by this one may take those over."""
         with self._lock:

@@ -111,6 +111,11 @@ class SenderMachine:
         return frozenset(flight.connection for _, flight in self._overdue(connection, now_s))
 
     @property
+    def waiting(self) -> int:
+        """Chunks to be sent."""
+        return len(self._pending)
+
+    @property
     def inflight(self) -> int:
         """Chunks sent and not yet acknowledged."""
         return len(self._inflight)
