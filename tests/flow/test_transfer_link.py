@@ -252,3 +252,23 @@ async def test_receiver_restarted_fails_its_transfers(ends: Ends) -> None:
     assert result.failure == FallbackReason.LINK_LOST
     assert isinstance(error, TransferError)
     assert error.reason == FallbackReason.LINK_LOST
+
+
+async def test_link_that_trickles_is_given_up_by_the_rate_it_had(ends: Ends) -> None:
+    """Bytes keep coming, so no silence ends it: a chunk that takes so much longer than others before does."""
+    ends.sender = ends.make_sender(config=config(connections=2))
+    ends.receiver = ends.make_receiver(config=config(connections=2))
+    await ends.start()
+    with Relay(ends.receiver.address) as relay:
+        first = Moving(ends, relay.address)
+        result, error = await first.both()
+        assert error is None
+        assert result.complete
+        relay.set_rate(128 * 1024)  # the relay passes 64 KiB at a time: no silence
+        moving = Moving(ends, relay.address, timeout_s=2)
+        result, error = await moving.both()
+    assert error is not None
+    assert not result.complete
+    assert result.failure is FallbackReason.TRANSFER_TIMEOUT
+    assert "did not come whole" in result.detail
+    moving.check_prefix(result)

@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.system.cluster import Cluster
+from tests.system.cluster import DECODE, PREFILL, Cluster
 
 from farfill.cli.local_ports import free_ports
 from farfill.verify.parity import Verdict, run_parity
@@ -68,6 +68,31 @@ async def test_parity_command_where_kv_travels_lossy_is_refused_unless_allowed(h
     assert "--allow-lossy" in err
     code, _, _ = await _farfill("parity", "--config", str(config), "--lengths", "16", "--allow-lossy")
     assert code == 0, "the cluster that runs does not have it"
+
+
+async def test_workers_that_send_lossy_mark_their_answers_and_parity_refuses_them(hybrid_cluster: Cluster) -> None:
+    cluster = hybrid_cluster
+    lossy = cluster.write_config("lossy.yaml", {"kv_transfer": {"lossy": "int8"}})
+    try:
+        _restart_workers(cluster, lossy)
+        parity = ("parity", "--gateway", cluster.url, "--lengths", "300", "--tokens", "4", "--json")
+        code, out, _ = await _farfill(*parity)
+        assert code == 1
+        assert [row["verdict"] for row in json.loads(out)["rows"]] == ["invalid"] * 2
+        assert "--allow-lossy" in out
+        _, out, _ = await _farfill(*parity, "--allow-lossy")
+        rows = json.loads(out)["rows"]
+        assert {row["verdict"] for row in rows} <= {"equal", "differs"}
+        assert all(row["kv_wire_bytes"] < 0.4 * row["kv_raw_bytes"] for row in rows), "float32 as bytes"
+    finally:
+        _restart_workers(cluster, cluster.config_path)
+
+
+def _restart_workers(cluster: Cluster, config: Path) -> None:
+    for name in (PREFILL, DECODE):
+        cluster.stop(name)
+        cluster.spawn(name, config=config)
+    cluster.wait_known({PREFILL, DECODE})
 
 
 async def _farfill(*arguments: str) -> tuple[int | None, str, str]:

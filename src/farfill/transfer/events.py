@@ -303,7 +303,8 @@ ReceiverEffect = Accept | WriteChunk | DropChunk | RevokeClaim | Ack | Nack | Se
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferLimits:
     """`timeout_s`: longest silence; `grace_s`: longest time without any connection, `open_grace_s` while the peer was
-    never reached; `retry`: resends of a chunk.
+    never reached; `retry`: resends of a chunk. `rate_bytes_per_s`, measured before over `connections` (None: unknown),
+    bounds how long one chunk may take that has begun to come.
     """
 
     timeout_s: float
@@ -311,3 +312,5 @@ class TransferLimits:
     open_grace_s: float
     retry: int
     keepalive_s: float
+    rate_bytes_per_s: float | None = None
+    connections: int = 1

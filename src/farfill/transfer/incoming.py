@@ -69,6 +69,7 @@ from farfill.wire.frames import (
 )
 
 DRAIN_BYTES = 64 * 1024
+MIN_RATE_BYTES = 1024 * 1024
 
 
 class Answerer(Protocol):
@@ -172,6 +173,12 @@ class AwaitedTransfer:
             raise ValueError("a failure needs a reason")
         self.handle(Failed(reason, detail))
         self._fence()  # also when another thread is just ending it
+
+    @property
+    def rate_bytes_per_s(self) -> float | None:
+        """What it reached from the first chunk to its end; None when that was too little to tell."""
+        took_s = self._ended_s - self._first_byte_s
+        return self._raw_bytes / took_s if self._raw_bytes >= MIN_RATE_BYTES and took_s > 0 else None
 
     # What the receiver calls
 

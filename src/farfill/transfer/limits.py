@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from farfill.config.model import KVTransferConfig
 from farfill.core.cluster import FallbackReason
+from farfill.topology.connections import MANY
 from farfill.transfer.events import TransferLimits
 
 HANDSHAKE_S = 5.0
@@ -56,14 +57,21 @@ def liveness_of(config: KVTransferConfig) -> Liveness:
     )
 
 
-def limits_of(config: KVTransferConfig, timeout_s: float) -> TransferLimits:
-    """Deadlines of one transfer with the given longest silence. A link that is cut for less loses nothing."""
+def limits_of(
+    config: KVTransferConfig, timeout_s: float, rate_bytes_per_s: float | None = None
+) -> TransferLimits:  # fmt: skip
+    """Deadlines of one transfer with the given longest silence. A link that is cut for less loses nothing.
+
+    `rate_bytes_per_s` is what the same peer's transfers reached before, if that is known.
+    """
     return TransferLimits(
         timeout_s=timeout_s,
         grace_s=timeout_s,
         open_grace_s=min(timeout_s, MAX_OPEN_GRACE_S),
         retry=config.retry,
         keepalive_s=timeout_s / 8,
+        rate_bytes_per_s=rate_bytes_per_s,
+        connections=MANY if config.connections == "auto" else config.connections,
     )
 
 

@@ -25,6 +25,7 @@ from farfill.core.layout import KVLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.topology.connections import FEW
+from farfill.topology.estimate import SmoothedValue
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.early import SHARE, EarlyChunks, key_of
@@ -53,6 +54,7 @@ from farfill.wire.frames import (
 
 TICK_S = 0.05
 MAX_PARKED = 256
+LAST_WORDS_COPIES = 3
 MAX_ENDED = 65_536
 _MIB = 1024 * 1024
 
@@ -125,6 +127,7 @@ class KVReceiver:
         self._parked: dict[bytes, _Parked] = {}
         self._failed_early: dict[bytes, _FailedEarly] = {}
         self._ended: OrderedDict[bytes, _EndedRecord] = OrderedDict()
+        self._rates: dict[str, SmoothedValue] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._transport = transport = transport or TlsTcpTransport(
             server=server_ctx,
@@ -185,7 +188,7 @@ class KVReceiver:
             ticket,
             slot,
             ReceiveOptions(
-                limits=limits_of(self._config, timeout_s),
+                limits=limits_of(self._config, timeout_s, self._rate_of(ticket.prefill)),
                 chunk_limit_bytes=self._chunk_limit_bytes,
                 checksum=self._config.checksum,
                 lossy=lossy_codec(self._config),
@@ -318,8 +321,9 @@ class KVReceiver:
     # What transfers report (`incoming.Owner`)
 
     def tell(self, transfer: AwaitedTransfer, header: FrameHeader, payload: Payload | None) -> None:
-        """Reach a sender on the newest of its connections."""
-        for session in self._acceptor.sessions(transfer.ticket.prefill, transfer.generation)[:1]:
+        """Reach a sender on the newest of its connections; with last words on several, as one may be stuck."""
+        copies = LAST_WORDS_COPIES if header.type in (FrameType.COMPLETE, FrameType.FAIL) else 1
+        for session in self._acceptor.sessions(transfer.ticket.prefill, transfer.generation)[:copies]:
             session.send(header, payload)
 
     def ended(self, transfer: AwaitedTransfer, outcome: Ended) -> None:
@@ -329,9 +333,18 @@ class KVReceiver:
         with self._lock:
             self._expected.pop(transfer.key, None)
             self._ended[transfer.key] = record
+            rate = transfer.rate_bytes_per_s if outcome.reason is FallbackReason.NONE else None
+            if rate is not None:
+                self._rates.setdefault(transfer.ticket.prefill, SmoothedValue()).add(rate)
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
         self.early.ended(transfer.key)
+
+    def _rate_of(self, peer: str) -> float | None:
+        """What that sender's transfers reach, waiting for prefill included: never more than the link carries."""
+        with self._lock:
+            known = self._rates.get(peer)
+            return None if known is None else known.value
 
     def _verify(self, session: AcceptorSession, key: bytes, payload: OpenPayload) -> Ticket:
         ticket = self._verifier.verify(payload.token)

@@ -37,6 +37,9 @@ from farfill.transfer.events import (
 from farfill.transfer.grid import ChunkGrid
 from farfill.wire.frames import MIN_CHUNK_BYTES
 
+# A link may be so many times slower than it was before a chunk on its way counts as stuck.
+TRICKLE_PATIENCE = 4.0
+
 
 class ReceiverMachine:
     """Expected → opened → every chunk verified once → complete; or ended early with the usable prefix."""
@@ -52,6 +55,7 @@ class ReceiverMachine:
         self._chunks: set[int] = set()
         self._missing: dict[int, int] = {}
         self._claims: dict[int, int] = {}
+        self._coming_since_s: dict[int, float] = {}  # the chunk that came first, first
         self._heard_s = now_s
         self._down_since_s: float | None = None
         self.ended: Ended | None = None
@@ -87,6 +91,7 @@ class ReceiverMachine:
             case ChunkAborted(chunk, claim):
                 if self._claims.get(chunk) == claim:
                     del self._claims[chunk]
+                    self._coming_since_s.pop(chunk, None)
                 return []
             case Heard():
                 self._heard_s = now_s
@@ -139,12 +144,14 @@ class ReceiverMachine:
         # A copy over another connection means that the sender gave the first one up.
         older = self._claims.get(chunk)
         self._claims[chunk] = claim
+        self._coming_since_s.setdefault(chunk, now_s)
         return [WriteChunk()] if older is None else [RevokeClaim(older), WriteChunk()]
 
     def _land(self, chunk: int, claim: int, problem: str | None, now_s: float) -> list[ReceiverEffect]:
         if self._grid is None or self._claims.get(chunk) != claim:
             return [DropChunk("superseded")]
         del self._claims[chunk]
+        self._coming_since_s.pop(chunk, None)
         self._heard_s = now_s
         if problem is not None:
             return [Nack(chunk, problem)]
@@ -165,14 +172,29 @@ class ReceiverMachine:
     def _tick(self, now_s: float) -> list[ReceiverEffect]:
         down_s = 0.0 if self._down_since_s is None else now_s - self._down_since_s
         if now_s - self._heard_s < self._limits.timeout_s and down_s < self._limits.grace_s:
-            return []
+            return self._check_trickle(now_s)
         if self._down_since_s is not None:
             detail = f"every connection of the sender is gone for {down_s:.1f} s"
             return self._end(FallbackReason.LINK_LOST, detail, tell=True)
         what = "the sender never opened it" if self._grid is None else "no chunk and no sign of life"
         return self._end(FallbackReason.TRANSFER_TIMEOUT, f"{what} in {self._limits.timeout_s:g} s", tell=True)
 
+    def _check_trickle(self, now_s: float) -> list[ReceiverEffect]:
+        """Bytes and keepalives come, but a chunk takes far longer than its size and the rate seen before explain."""
+        rate = self._limits.rate_bytes_per_s
+        if rate is None or self._grid is None or not self._coming_since_s:
+            return []
+        chunk, since_s = next(iter(self._coming_since_s.items()))
+        nbytes = self._grid.chunk(chunk).nbytes
+        # All connections may share the line, each with a chunk of that size.
+        limit_s = self._limits.timeout_s + TRICKLE_PATIENCE * self._limits.connections * nbytes / rate
+        if now_s - since_s < limit_s:
+            return []
+        detail = f"{nbytes} bytes did not come whole in {limit_s:.1f} s, at {rate:.3g} bytes/s before"
+        return self._end(FallbackReason.TRANSFER_TIMEOUT, detail, tell=True)
+
     def _end(self, reason: FallbackReason, detail: str, *, tell: bool) -> list[ReceiverEffect]:
         self.ended = Ended(reason, detail)
         self._claims.clear()
+        self._coming_since_s.clear()
         return [SendFail(reason, detail), self.ended] if tell else [self.ended]

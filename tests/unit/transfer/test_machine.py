@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from farfill.core.cluster import FallbackReason
@@ -44,7 +46,7 @@ from farfill.transfer.events import (
     TransferLimits,
     WriteChunk,
 )
-from farfill.transfer.receiver_machine import ReceiverMachine
+from farfill.transfer.receiver_machine import TRICKLE_PATIENCE, ReceiverMachine
 from farfill.transfer.sender_machine import EARLY_REFUSED, SenderMachine
 
 LAYOUT = KVLayout((TensorLayout(0, "k", TensorKind.FULL, "float32", (256, 128)),), prefill_chunk_tokens=1)
@@ -302,6 +304,42 @@ class TestSender:
 
 
 class TestReceiver:
+    def test_trickle_is_given_up_by_size_and_measured_rate(self) -> None:
+        """Bytes and keepalives come all the time; only the chunk's size and the rate before say that it is too slow."""
+        rate = CHUNK / 0.25  # a chunk in a quarter of a second
+        limits = replace(LIMITS, rate_bytes_per_s=rate, connections=2)
+        patience_s = LIMITS.timeout_s + TRICKLE_PATIENCE * 2 * 0.25
+        machine = ReceiverMachine(MANIFEST, frozenset(), limits, 1 << 20, 0.0)
+        machine.handle(Opened(CHUNK), 0.0)
+        machine.handle(ChunkBegun(0, 0), 1.0)
+        machine.handle(ChunkLanded(0, 0, None), 2.0)
+        machine.handle(ChunkBegun(1, 1), 2.0)
+        for half_s in range(4, 2 * int(2 + patience_s)):
+            machine.handle(Heard(), half_s / 2)
+            assert machine.handle(Tick(), half_s / 2) == []
+        machine.handle(ChunkBegun(1, 2), 6.0)  # another copy is no news
+        machine.handle(Heard(), 2.0 + patience_s)
+        effects = machine.handle(Tick(), 2.0 + patience_s)
+        assert isinstance(effects[-1], Ended)
+        assert effects[-1].reason is FallbackReason.TRANSFER_TIMEOUT
+        assert machine.prefix_tokens == 1, "what came whole may be used"
+
+    def test_slow_link_without_measured_rate_may_take_its_time(self) -> None:
+        machine = receiving()
+        machine.handle(ChunkBegun(0, 0), 0.0)
+        for second in range(100):
+            machine.handle(Heard(), float(second))
+            assert machine.handle(Tick(), float(second)) == []
+
+    def test_chunk_whose_connection_broke_is_not_waited_for(self) -> None:
+        limits = replace(LIMITS, rate_bytes_per_s=1e9)
+        machine = ReceiverMachine(MANIFEST, frozenset(), limits, 1 << 20, 0.0)
+        machine.handle(Opened(CHUNK), 0.0)
+        machine.handle(ChunkBegun(0, 0), 0.0)
+        machine.handle(ChunkAborted(0, 0), 1.0)
+        machine.handle(Heard(), 5.0)
+        assert machine.handle(Tick(), 5.0) == []
+
     def test_set_is_complete_when_every_chunk_was_verified(self) -> None:
         machine = receiving()
         for chunk in range(3):

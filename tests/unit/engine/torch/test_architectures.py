@@ -20,7 +20,7 @@ CHUNK = 16
 # More than two windows, and an odd number of tokens in the last chunk.
 LENGTHS = (75, 41, 7)
 STEPS = 64
-BATCH_STEPS = 40
+BATCH_STEPS = 24
 
 
 def prompt(length: int, seed: int) -> list[int]:
