@@ -92,15 +92,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A connection can take a chunk; when none waits, one that is overdue on a connection of `stuck`.
+    """A connection can take a chunk; when none waits, one of a connection that is `stuck`.
 
-    `patience_s`: when the chunk will be overdue. `early`: the receiver granted this connection chunks before ACCEPT.
+    Of connections that are `unseen`, because nobody tells whether they move, only one that has had it for longer than
+    its `patience_s`. `early`: the receiver granted this connection chunks before ACCEPT.
     """
 
     connection: int
     patience_s: float = math.inf
     early: bool = False
     stuck: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,9 +351,12 @@ class PeerLink:
                 if taken is not None or self._withheld:
                     return taken
         for transfer in in_turn:
-            stuck = self._stuck(transfer.overdue_on(connection))
-            if stuck:
-                return self._pull(transfer, Pull(connection, self._patience_s(transfer), early, stuck), codec)
+            stuck, unseen = self._stuck(transfer.overdue_on(connection))
+            if stuck or unseen:
+                pull = Pull(connection, self._patience_s(transfer), early, stuck, unseen)
+                taken = self._pull(transfer, pull, codec)
+                if taken is not None:
+                    return taken
         return None
 
     def _pull(
@@ -452,14 +455,18 @@ class PeerLink:
             ahead_bytes = self._unsettled_bytes + self._reserved_bytes + transfer.chunk_bytes
             return OVERDUE_FACTOR * (ahead_bytes / rate + (self.estimate.rtt_s or 0.0))
 
-    def _stuck(self, connections: frozenset[int]) -> frozenset[int]:
-        """Those of them that get nothing through to speak of: the link may just be slower than it was."""
+    def _stuck(self, connections: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Those of them that get nothing through to speak of, and those nothing is known of."""
         if not connections:
-            return connections
+            return connections, connections
         now_s = self.clock.now_s()
         with self._lock:
             rate = self.estimate.rate_bytes_per_s or 0.0
-            return frozenset(number for number in connections if not self._watch.moves(number, rate, now_s))
+            moves = {number: self._watch.moves(number, rate, now_s) for number in connections}
+        return (
+            frozenset(number for number, moving in moves.items() if moving is False),
+            frozenset(number for number, moving in moves.items() if moving is None),
+        )
 
     def _tune(self) -> None:
         """Let the number of connections follow what the path showed."""

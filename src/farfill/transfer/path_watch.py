@@ -10,7 +10,7 @@ from farfill.transport.protocol import PathSample
 PERIOD_S = 0.1
 # A connection is stuck that moved less than this part of its share of the rate for so long.
 STUCK_SHARE = 1 / 8
-STUCK_S = 0.5
+STUCK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class PathWatch:
         self._now.pop(connection, None)
         self._progress.pop(connection, None)
 
-    def moves(self, connection: int, rate_bytes_per_s: float, now_s: float) -> bool:
-        """Whether it gets bytes through, at a rate comparable to its share of the link's."""
+    def moves(self, connection: int, rate_bytes_per_s: float, now_s: float) -> bool | None:
+        """Whether it gets bytes through, at a rate comparable to its share of the link's; None: nobody knows."""
         progress = self._progress.get(connection)
-        if not progress or now_s - progress[-1][0] > STUCK_S:
-            return False
+        if not progress or now_s - progress[-1][0] > STUCK_S or progress[-1][0] - progress[0][0] < STUCK_S:
+            return None
         (first_s, first), (last_s, last) = progress[0], progress[-1]
         least = STUCK_SHARE * rate_bytes_per_s / len(self._progress)
-        return last_s > first_s and (last - first) / (last_s - first_s) >= least
+        return (last - first) / (last_s - first_s) >= least
 
     def take(self, now_s: float) -> PathChange | None:
         """What changed since the last call; None when it is too early, or nothing is known."""

@@ -105,10 +105,10 @@ class SenderMachine:
         return self._accepted or (early and self._grid is not None and self._early_bytes >= self._next_bytes)
 
     def overdue_on(self, connection: int, now_s: float) -> frozenset[int]:
-        """The connections from which a Pull by `connection` would take over a chunk, should they be stuck."""
+        """The other connections that have had a chunk for long, should one of them be stuck."""
         if self.ended is not None or self._pending:
             return frozenset()
-        return frozenset(flight.connection for _, flight in self._overdue(connection, now_s))
+        return frozenset(flight.connection for _, flight in self._long_in_flight(connection, now_s))
 
     @property
     def waiting(self) -> int:
@@ -179,8 +179,7 @@ class SenderMachine:
         if self.has_chunks(early=pull.early):
             chunk = self._pending.popleft()
         else:
-            overdue = () if self._pending or not pull.stuck else self._overdue(pull.connection, now_s)
-            stuck = next((chunk for chunk, flight in overdue if flight.connection in pull.stuck), None)
+            stuck = None if self._pending else self._take_over(pull, now_s)
             if stuck is None:
                 return []
             chunk = stuck
@@ -190,7 +189,7 @@ class SenderMachine:
         early = not self._accepted
         if early:
             self._early_bytes -= self._nbytes(chunk)
-        self._inflight[chunk] = _InFlight(pull.connection, now_s, max(OVERDUE_MIN_S, pull.patience_s), early)
+        self._inflight[chunk] = _InFlight(pull.connection, now_s, pull.patience_s, early)
         self._sent_s = now_s
         attempt = self._attempts.setdefault(chunk, self._first_attempt)
         return [*effects, SendChunk(chunk, attempt, early), *self._check_finish(now_s)]
@@ -213,16 +212,21 @@ class SenderMachine:
         self._pending.appendleft(chunk)
         return [Resent(chunk, EARLY_REFUSED), *([ChunksReady()] if self._accepted else [])]
 
-    def _overdue(self, connection: int, now_s: float) -> Iterator[tuple[int, _InFlight]]:
-        """Chunks that take longer elsewhere than was to be expected; each is taken over a few times only."""
+    def _take_over(self, pull: Pull, now_s: float) -> int | None:
+        for chunk, flight in self._long_in_flight(pull.connection, now_s):
+            late = flight.connection in pull.unseen and now_s - flight.sent_s >= flight.patience_s
+            if late or flight.connection in pull.stuck:
+                return chunk
+        return None
+
+    def _long_in_flight(self, connection: int, now_s: float) -> Iterator[tuple[int, _InFlight]]:
+        """On other connections than this one, the longest first; each chunk is taken over a few times only."""
         if not self._accepted:
             return
         for chunk, flight in self._inflight.items():
-            age_s = now_s - flight.sent_s
-            if age_s < OVERDUE_MIN_S:
+            if now_s - flight.sent_s < OVERDUE_MIN_S:
                 return
-            late = age_s >= flight.patience_s and flight.connection != connection
-            if late and self._attempts[chunk] <= self._limits.retry:
+            if flight.connection != connection and self._attempts[chunk] <= self._limits.retry:
                 yield chunk, flight
 
     def _ack(self, chunk: int, now_s: float) -> list[SenderEffect]:

@@ -226,8 +226,8 @@ class TestSender:
     def test_chunk_that_was_sent_behind_much_else_is_overdue_later(self) -> None:
         machine = sending((0,))
         machine.handle(Pull(0, 9.0), 0.0)
-        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 8.9) == []
-        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 9.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
+        assert machine.handle(Pull(1, 1.0, unseen=BOTH), 8.9) == []
+        assert machine.handle(Pull(1, 1.0, unseen=BOTH), 9.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
 
     def test_retry_is_bounded_and_the_reason_tells_what_failed(self) -> None:
         machine = sending((0,))

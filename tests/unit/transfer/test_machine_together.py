@@ -305,7 +305,7 @@ def act(world: World, action: tuple[Any, ...]) -> None:
             world.tell_sender(Offered((piece,)))
         case ("pull", connection, patience_s, take_over):
             stuck = EVERYBODY if take_over else frozenset()
-            world.tell_sender(Pull(connection, patience_s, early=True, stuck=stuck), connection)
+            world.tell_sender(Pull(connection, patience_s, early=True, stuck=stuck, unseen=EVERYBODY), connection)
         case ("up", number, how) if world.up:
             _, message = entry = world.up[number % len(world.up)]
             if how != "keep":
