@@ -33,7 +33,7 @@ from farfill.transfer.encoder import lossy_codec
 from farfill.transfer.events import Ended
 from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
-from farfill.transfer.observer import SilentObserver, TransferObserver
+from farfill.transfer.observer import GuardedObserver, TransferObserver
 from farfill.transfer.protocol import ExpectedTransfer
 from farfill.transfer.reach import Reach
 from farfill.transfer.tickets import TicketVerifier, check_ticket
@@ -121,7 +121,7 @@ class KVReceiver:
         self._verifier = verifier
         self._config = config
         self._clock = clock
-        self._observer = observer or SilentObserver()
+        self._observer = GuardedObserver(observer)
         self._lock = Lock()
         self._expected: dict[bytes, AwaitedTransfer] = {}
         self._parked: dict[bytes, _Parked] = {}
