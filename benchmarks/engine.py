@@ -1,208 +1,255 @@
-"""How fast the embedded engine is, as ratios within one run on the real model.
+"""The embedded engine against plain transformers, and against itself: prefill, batches, steps, prefix hits, moves.
 
-- prefill: tokens/s of the engine's prefill of 2048 tokens in chunks of 512, over the plain transformers forward
-  with its own DynamicCache and `sdpa` on the same chunks (must be ≥ 0.9);
-- batch: tokens/s of 8 streams decoded together, over one stream (must be ≥ 3).
+* `prefill`: the time of a plain transformers forward over the same chunks, divided by the engine's.
+* `decode`: tokens/s of 16 streams over those of one; what the engine adds to a decode step of the model.
+* `itl`: the gaps between the tokens of 16 streams while a long prompt is prefilled beside them, against the time of
+  one mixed step: a decode step plus a step's share of the prefill, both measured alone in the same run.
+* `prefix`: time to first token when most of the prompt is a prefix hit, over that of a miss.
+* `move`: bytes/s of exporting a cache (one copy out of it) and importing it (one copy into it).
 
-Both sides are measured in turns, each round's first becoming the next one's second, and the figure is the median
-of the rounds' ratios, so that other work on the machine meets both sides alike. One JSON line per figure on
-standard output, facts about the machine and absolute numbers on standard error; exit status 1 when a figure falls
-short.
+Both sides of a ratio run in this process, in turns, and the median of the rounds' ratios counts, so that other work
+on the machine meets both alike. One JSON line per figure on standard output, facts about the machine and absolute
+numbers on standard error; exit status 1 when a figure falls short.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
+import numpy as np
+
+from _common import Figures, median, note, note_machine
+from _engine import Bench, Listener, alternate, generate, prefill, prompt_of
 from farfill.core.sampling import SamplingParams
-from farfill.engine.protocol import GenerateWork, PrefillStats, PrefillWork, TokenEvent
-from farfill.engine.torch import load_engine
+from farfill.engine.protocol import GenerateWork
+from farfill.engine.torch.host import set_threads
 
 PROMPT_TOKENS = 2048
-CHUNK_TOKENS = 512
-STREAMS = 8
+CHUNK_TOKENS = 500
+STREAMS = 16
 STREAM_PROMPT_TOKENS = 128
 STREAM_OUTPUT_TOKENS = 33
-DEADLINE_S = 600.0
+LONG_PROMPT_TOKENS = 8000
+STEP_TOKENS = 512
+PREFIX_TOKENS, PREFIX_PROMPT_TOKENS = 4000, 4200
+MIB = 1 << 20
+
+# 16 streams over one; fp32 is bound by memory less than by arithmetic here, so it gains less.
+STREAMS_OVER_ONE = {"bfloat16": 5.0, "float32": 3.0}
 
 
-class Listener:
-    """A sink of either kind that notes when tokens came."""
-
-    def __init__(self, at_first: Callable[[], None] = lambda: None) -> None:
-        self.times: list[float] = []
-        self.error: Exception | None = None
-        self._at_first = at_first
-        self._ended = threading.Event()
-
-    def progress(self) -> None: ...
-
-    def pieces_ready(self, pieces: Any) -> None: ...
-
-    def prefilled(self, stats: PrefillStats) -> None: ...
-
-    def finished(self, stats: PrefillStats) -> None:
-        self._ended.set()
-
-    def token(self, event: TokenEvent) -> None:
-        self.times.append(time.perf_counter())
-        if event.finish_reason is not None:
-            self._ended.set()
-
-    def failed(self, error: Exception) -> None:
-        self.error = error
-        self._ended.set()
-
-    def wait(self) -> None:
-        if not self._ended.wait(DEADLINE_S):
-            raise TimeoutError("the engine did not answer")
-        if self.error is not None:
-            raise self.error
-
-
-def prompt_of(tokens: int, seed: int) -> tuple[int, ...]:
-    """Token ids that no prefix cache has seen (it is off, too)."""
-    return tuple(1000 + (seed * 7919 + i * i * 31) % 40_000 for i in range(tokens))
-
-
-def engine_prefill_s(engine: Any, seed: int) -> float:
-    """Seconds from the request to the complete KV of `PROMPT_TOKENS` tokens."""
-    sink = Listener()
-    work = PrefillWork(request_id=str(seed), prompt=prompt_of(PROMPT_TOKENS + 1, seed), cache_salt="")
-    begun = time.perf_counter()
-    handle = engine.prefill(work, sink)
-    sink.wait()
-    elapsed = time.perf_counter() - begun
-    handle.release()
-    return elapsed
-
-
-def plain_prefill_s(net: Any, seed: int) -> float:
-    """The same with nothing but transformers."""
+def measure_prefill(bench: Bench, folder: Path, dtype: str, rounds: int, figures: Figures) -> None:
+    """Prefill against a plain forward in the same chunks."""
     import torch
-    from transformers import DynamicCache
+    from transformers import AutoModelForCausalLM, DynamicCache
 
-    ids = torch.tensor([prompt_of(PROMPT_TOKENS, seed)])
-    begun = time.perf_counter()
-    with torch.inference_mode():
-        cache = DynamicCache(config=net.config)
-        for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
-            net.base_model(input_ids=ids[:, start : start + CHUNK_TOKENS], cache=cache, use_cache=True)
-    return time.perf_counter() - begun
+    net = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa").eval()
+    engine = bench.engine()
 
+    def plain_s(seed: int) -> float:
+        ids = torch.tensor([prompt_of(PROMPT_TOKENS, seed)])
+        begun = time.perf_counter()
+        with torch.inference_mode():
+            cache = DynamicCache(config=net.config)
+            for start in range(0, PROMPT_TOKENS, CHUNK_TOKENS):
+                net.base_model(input_ids=ids[:, start : start + CHUNK_TOKENS], cache=cache, use_cache=True)
+        return time.perf_counter() - begun
 
-def decode_tokens_per_s(engine: Any, streams: int, seed: int) -> float:
-    """Tokens/s of `streams` greedy streams while all of them run."""
-    sampling = SamplingParams(max_tokens=STREAM_OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
-    sinks = [Listener() for _ in range(streams)]
-    for i, sink in enumerate(sinks):
-        prompt = prompt_of(STREAM_PROMPT_TOKENS, seed * 100 + i)
-        engine.generate(GenerateWork(request_id=f"{seed}-{i}", prompt=prompt, cache_salt="", sampling=sampling), sink)
-    for sink in sinks:
+    def engine_s(seed: int) -> float:
+        begun = time.perf_counter()
+        sink, handle = prefill(engine, prompt_of(PROMPT_TOKENS + 1, seed))
         sink.wait()
-    begun, ended = max(s.times[0] for s in sinks), min(s.times[-1] for s in sinks)
-    tokens = sum(sum(begun < at <= ended for at in sink.times) for sink in sinks)
-    return tokens / (ended - begun)
+        elapsed = time.perf_counter() - begun
+        handle.release()
+        return elapsed
+
+    pairs = alternate(rounds, plain_s, engine_s)
+    engine.close()
+    plain, ours = (median([pair[side] for pair in pairs]) for side in (0, 1))
+    note(f"{dtype}: prefill {PROMPT_TOKENS / ours:.0f} tokens/s, plain {PROMPT_TOKENS / plain:.0f} tokens/s")
+    figures.at_least(f"engine_prefill_over_plain_{dtype}", median([a / b for a, b in pairs]), 0.95)
 
 
-def compare(rounds: int, first: Callable[[int], float], second: Callable[[int], float]) -> tuple[float, float, float]:
-    """Medians of first / second, of first and of second, after one round of warming up."""
-    for side in (first, second):
-        side(0)
-    pairs: list[tuple[float, float]] = []
-    for i in range(1, rounds + 1):
-        if i % 2:
-            pairs.append((first(i), second(i)))
-        else:
-            later = second(i)
-            pairs.append((first(i), later))
-    return (
-        statistics.median(a / b for a, b in pairs),
-        statistics.median(a for a, _ in pairs),
-        statistics.median(b for _, b in pairs),
-    )
+def measure_decode(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figures) -> None:
+    """Many streams against one, and the engine's share of a step."""
+    engine = bench.engine()
+    shares: list[tuple[float, float]] = []
 
-
-def report(name: str, value: float, must: float) -> bool:
-    """Print one figure."""
-    ok = value >= must
-    print(json.dumps({"name": name, "value": round(value, 3), "must": f">= {must}", "ok": ok}), flush=True)
-    return ok
-
-
-def measure(path: Path, dtype: str, threads: int, rounds: int) -> bool:
-    """Both figures for one dtype."""
-    from transformers import AutoModelForCausalLM
-
-    model = ModelConfig.model_validate({"name": "model", "path": path, "dtype": dtype})
-    limits = EngineConfig(threads=threads, prefix_cache_mb=0, max_batch=STREAMS)
-    engine = load_engine(model, limits, PrefillConfig(chunked_prefill_tokens=CHUNK_TOKENS), Path())
-    net = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation="sdpa").eval()
-    engine.start()
-    try:
-        prefill_ratio, plain_s, engine_s = compare(
-            rounds, lambda seed: plain_prefill_s(net, seed), lambda seed: engine_prefill_s(engine, seed)
-        )
-        decode_ratio, many, one = compare(
-            rounds,
-            lambda seed: decode_tokens_per_s(engine, STREAMS, seed),
-            lambda seed: decode_tokens_per_s(engine, 1, seed),
-        )
-    finally:
-        engine.close()
-    note(f"{dtype}: prefill {PROMPT_TOKENS / engine_s:.0f} tokens/s, plain {PROMPT_TOKENS / plain_s:.0f} tokens/s")
-    note(f"{dtype}: decode 1 stream {one:.1f} tokens/s, {STREAMS} streams {many:.1f} tokens/s")
-    prefill_ok = report(f"engine_prefill_over_plain_{dtype}", prefill_ratio, 0.9)
-    return report(f"engine_decode_{STREAMS}_streams_over_1_{dtype}", decode_ratio, 3.0) and prefill_ok
-
-
-def note(text: str) -> None:
-    """A line for people."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def machine() -> str:
-    """Processor, cores, kernel and versions."""
-    import torch
-    import transformers
-
-    cpu = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        names = [
-            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+    def tokens_per_s(streams: int, seed: int) -> float:
+        bench.executor.steps.clear()
+        sinks = [
+            generate(engine, prompt_of(STREAM_PROMPT_TOKENS, seed * 100 + i), STREAM_OUTPUT_TOKENS)
+            for i in range(streams)
         ]
-        cpu = names[0] if names else cpu
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    return (
-        f"{cpu}, {os.cpu_count()} cores, {torch.backends.cpu.get_cpu_capability()}, load {load}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, transformers {transformers.__version__}"
+        for sink in sinks:
+            sink.wait()
+        begun, ended = max(s.times[0] for s in sinks), min(s.times[-1] for s in sinks)
+        tokens = sum(sum(begun < at <= ended for at in sink.times) for sink in sinks)
+        if streams == STREAMS:
+            # From the beginning of one full step to that of the next, and the model's part of it.
+            full = [(at, seconds) for at, rows, seconds in bench.executor.steps if rows == STREAMS]
+            shares.append((median([b[0] - a[0] for a, b in pairwise(full)]), median([s for _, s in full])))
+        return tokens / (ended - begun)
+
+    pairs = alternate(rounds, lambda seed: tokens_per_s(STREAMS, seed), lambda seed: tokens_per_s(1, seed))
+    engine.close()
+    many, one = (median([pair[side] for pair in pairs]) for side in (0, 1))
+    note(f"{dtype}: decode 1 stream {one:.1f} tokens/s, {STREAMS} streams {many:.1f} tokens/s")
+    figures.at_least(
+        f"engine_decode_{STREAMS}_streams_over_1_{dtype}", median([a / b for a, b in pairs]), STREAMS_OVER_ONE[dtype]
     )
+    step_s, model_s = median([share[0] for share in shares]), median([share[1] for share in shares])
+    note(f"{dtype}: a step of {STREAMS} takes {step_s * 1e3:.2f} ms, the model {model_s * 1e3:.2f} ms of it")
+    added_ms = median([(step - model) * 1e3 for step, model in shares])
+    figures.at_most(f"engine_overhead_per_decode_step_ms_{dtype}", added_ms, 1 + 0.05 * model_s * 1e3)
+
+
+def measure_itl(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figures) -> None:
+    """Gaps between tokens beside a long prefill. Runs once: the gaps are many."""
+    engine = bench.engine(step_token_budget=STEP_TOKENS)
+    long_prompt = prompt_of(LONG_PROMPT_TOKENS + 1, 1)
+    begun = time.perf_counter()
+    sink, handle = prefill(engine, long_prompt)
+    sink.wait()
+    alone_s = time.perf_counter() - begun
+    handle.release()
+    output = engine.info.max_context_tokens - STREAM_PROMPT_TOKENS
+    works = [
+        GenerateWork(
+            request_id=str(i),
+            prompt=prompt_of(STREAM_PROMPT_TOKENS, 10 + i),
+            cache_salt="",
+            sampling=SamplingParams(max_tokens=min(output, 2000), temperature=0.0, ignore_eos=True),
+        )
+        for i in range(STREAMS)
+    ]
+    sinks = [Listener() for _ in works]
+    running = [engine.generate(work, sink) for work, sink in zip(works, sinks, strict=True)]
+    for sink in sinks:
+        sink.first.wait()
+    started = time.perf_counter()
+    while min(len(s.times) for s in sinks) < 20 and time.perf_counter() < started + 60:
+        time.sleep(0.05)
+    begun = time.perf_counter()
+    sink, handle = prefill(engine, long_prompt)
+    sink.wait()
+    ended = time.perf_counter()
+    handle.release()
+    for one in running:
+        one.cancel()
+    engine.close()
+    decode_s = median([b - a for s in sinks for a, b in _pairs(s.times) if started < a and b <= begun])
+    share_s = alone_s * (STEP_TOKENS - STREAMS) / LONG_PROMPT_TOKENS
+    worst = max(_p99([b - a for a, b in _pairs(s.times) if begun <= a and b <= ended]) for s in sinks)
+    note(
+        f"{dtype}: {LONG_PROMPT_TOKENS} tokens prefilled in {alone_s:.1f} s alone, {ended - begun:.1f} s beside "
+        f"{STREAMS} streams; decode step {decode_s * 1e3:.0f} ms, mixed step {(decode_s + share_s) * 1e3:.0f} ms, "
+        f"worst stream's p99 gap {worst * 1e3:.0f} ms"
+    )
+    figures.at_most(f"engine_itl_p99_over_step_{dtype}", worst / (decode_s + share_s), 2.0)
+
+
+def measure_prefix(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figures) -> None:
+    """First token after a hit of 4000 of 4200 tokens, over a miss."""
+    engine = bench.engine(prefix_cache_bytes=1024 * MIB)
+
+    def first_token_s(prompt: tuple[int, ...]) -> float:
+        begun = time.perf_counter()
+        sink = generate(engine, prompt, 1).wait()
+        return sink.times[0] - begun
+
+    ratios: list[float] = []
+    for seed in range(1, rounds + 1):
+        prompt = prompt_of(PREFIX_PROMPT_TOKENS + 1, seed)
+        other_end = prompt[:PREFIX_TOKENS] + prompt_of(PREFIX_PROMPT_TOKENS + 1 - PREFIX_TOKENS, seed + 500)
+        miss = first_token_s(prompt)
+        hit = first_token_s(other_end)
+        note(f"{dtype}: first token after {miss * 1e3:.0f} ms on a miss, {hit * 1e3:.0f} ms on a hit")
+        ratios.append(hit / miss)
+    totals = engine.load().totals
+    engine.close()
+    figures.at_most(f"engine_prefix_hit_over_miss_{dtype}", median(ratios), 0.15)
+    figures.between(f"engine_prefix_hit_tokens_{dtype}", totals.hit_tokens, *[rounds * PREFIX_TOKENS] * 2)
+
+
+def measure_move(bench: Bench, _: Path, dtype: str, rounds: int, figures: Figures) -> None:
+    """A 4000-token cache out of one engine and into another sequence."""
+    engine = bench.engine()
+    sink, handle = prefill(engine, prompt_of(PREFIX_TOKENS + 1, 3))
+    sink.wait()
+    total = handle.manifest.total_bytes
+    wire = np.empty(total, np.uint8)
+    wire[:] = 1  # its pages are there
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
+    work = GenerateWork(request_id="m", prompt=prompt_of(PREFIX_TOKENS + 1, 3), cache_salt="", sampling=sampling)
+    rates: list[tuple[float, float]] = []
+    for _round in range(rounds + 1):
+        begun = time.perf_counter()
+        offset, spans = 0, {}
+        for index, view in sink.pieces:
+            wire[offset : offset + view.nbytes] = np.frombuffer(view, np.uint8)
+            spans[index] = offset
+            offset += view.nbytes
+        out_s = time.perf_counter() - begun
+        begun = time.perf_counter()
+        slot = engine.reserve(work)
+        for piece in slot.manifest.pieces:
+            target = slot.buffer(piece.index)
+            np.frombuffer(target, np.uint8)[:] = wire[spans[piece.index] : spans[piece.index] + piece.nbytes]
+        in_s = time.perf_counter() - begun
+        slot.release()
+        rates.append((total / out_s / 1e9, total / in_s / 1e9))
+    handle.release()
+    engine.close()
+    out_rate, in_rate = (statistics.median(rate[side] for rate in rates[1:]) for side in (0, 1))
+    note(f"{dtype}: {total / 1e6:.0f} MB of KV, one copy each way")
+    figures.at_least(f"engine_export_gb_per_s_{dtype}", out_rate, 1.5)
+    figures.at_least(f"engine_import_gb_per_s_{dtype}", in_rate, 1.5)
+
+
+def _pairs(times: list[float]) -> list[tuple[float, float]]:
+    return list(pairwise(times))
+
+
+def _p99(gaps: list[float]) -> float:
+    return float(np.percentile(gaps, 99)) if gaps else float("inf")
+
+
+PARTS: dict[str, Callable[[Bench, Path, str, int, Figures], None]] = {
+    "prefill": measure_prefill,
+    "decode": measure_decode,
+    "itl": measure_itl,
+    "prefix": measure_prefix,
+    "move": measure_move,
+}
 
 
 def main() -> int:
+    """Measure; the exit status."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=cache / "farfill/models/smollm2-135m-instruct")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], action="append", help="default: both")
+    parser.add_argument("--part", choices=list(PARTS), action="append", help="default: all")
     parser.add_argument("--threads", type=int, default=0, help="torch threads; 0: all cores")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    note(machine())
-    dtypes = args.dtype or ["bfloat16", "float32"]
-    results = [measure(args.model, dtype, args.threads, args.rounds) for dtype in dtypes]
-    return 0 if all(results) else 1
+    note_machine()
+    set_threads(args.threads)
+    figures = Figures()
+    for dtype in args.dtype or ["bfloat16", "float32"]:
+        bench: Any = Bench(args.model, dtype, CHUNK_TOKENS)
+        for part in args.part or PARTS:
+            PARTS[part](bench, args.model, dtype, args.rounds, figures)
+    return figures.exit_code
 
 
 if __name__ == "__main__":

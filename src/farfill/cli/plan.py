@@ -72,7 +72,7 @@ def kv(
         times = None if profile is None else read_profile(profile)
         if accelerator is not None:
             times = _estimate(config, geometry, accelerator, gpus, weight_bytes)
-        name = path.parent.resolve().name if path.name == "config.json" and Path(model).exists() else model
+        name = _model_name(model, path)
         reports.append(report_kv(name, geometry, lengths=asked, tensor_parallel=tp, prefill=times))
     if as_json:
         typer.echo(msgspec.json.encode(reports if len(reports) > 1 else reports[0]).decode())
@@ -169,6 +169,13 @@ def capacity(
         write_cluster_file(cluster, problem, answer)
     if plot is not None:
         draw_answer(answer, plot)
+
+
+def _model_name(model: str, path: Path) -> str:
+    """The folder's name of a config.json, the stem of another file, or the hub id."""
+    if not Path(model).exists():
+        return model
+    return path.resolve().parent.name if path.name == "config.json" else path.stem
 
 
 def _estimate(config: Json, geometry: Geometry, accelerator: str, gpus: int, weight_bytes: float) -> Profile:

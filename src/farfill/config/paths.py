@@ -22,3 +22,9 @@ def default_environment(values: Mapping[str, str]) -> None:
     """Set what this process's environment does not say yet, for libraries that read it when they are loaded."""
     for name, value in values.items():
         os.environ.setdefault(name, value)
+
+
+def hugging_face_hub() -> Path:
+    """Where Hugging Face libraries keep what they fetched, by their own environment variables."""
+    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or home / "hub")

@@ -78,7 +78,9 @@ class Executor(Protocol):
         """Memory that `allocate(capacity_tokens)` takes."""
         ...
 
-    def allocate(self, capacity_tokens: int) -> SequenceKV: ...
+    def allocate(self, capacity_tokens: int, *, dense: bool = False) -> SequenceKV:
+        """An empty sequence. `dense`: memory is held for all of it, so it may cost that before it is filled."""
+        ...
 
     def prefill(
         self, kv: SequenceKV, token_ids: Sequence[int], layer_done: Callable[[int], None] | None = None

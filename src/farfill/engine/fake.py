@@ -187,7 +187,7 @@ class FakeExecutor:
         """Memory of one sequence."""
         return sum((capacity_tokens if t.kind.has_rows else 1) * t.row_bytes for t in self.layout.tensors)
 
-    def allocate(self, capacity_tokens: int) -> FakeKV:
+    def allocate(self, capacity_tokens: int, *, dense: bool = False) -> FakeKV:
         """An empty sequence."""
         return FakeKV(self.layout, capacity_tokens)
 

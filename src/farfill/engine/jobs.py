@@ -43,6 +43,11 @@ class Demand:
     checkpoint_bytes: int = 0
 
     @property
+    def is_whole(self) -> bool:
+        """Whether memory for all of it is held from the start."""
+        return self.first_tokens == self.capacity_tokens
+
+    @property
     def bytes_per_row(self) -> int:
         """KV memory of one row at its start."""
         return self.kv_bytes(self.first_tokens)

@@ -98,7 +98,8 @@ class LocalEngine:
         slot = Slot(manifest, demand.capacity_tokens)
         slot.fill(self._memory, demand.first_bytes)
         try:
-            slot.open(self._executor.allocate(demand.capacity_tokens), self._prefix.find(self._keys(work)))
+            kv = self._executor.allocate(demand.capacity_tokens, dense=demand.is_whole)
+            slot.open(kv, self._prefix.find(self._keys(work)))
         except BaseException:
             slot.release()
             raise

@@ -308,7 +308,7 @@ def _span_bytes(layout: KVLayout, span: Span) -> int:
 
 
 def _snapshot(read: ReadState, layout: KVLayout, spans: Sequence[Span]) -> npt.NDArray[np.uint8]:
-    out = allocate_bytes(sum(_span_bytes(layout, span) for span in spans))
+    out = allocate_bytes(sum(_span_bytes(layout, span) for span in spans), dense=True)
     offset = 0
     for span in spans:
         view = read(*span)

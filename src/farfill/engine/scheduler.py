@@ -226,7 +226,7 @@ class Scheduler:
         for job in admitted:
             try:
                 if job.kv is None:
-                    job.kv = self._executor.allocate(job.demand.capacity_tokens)
+                    job.kv = self._executor.allocate(job.demand.capacity_tokens, dense=job.demand.is_whole)
                 self._prefill.add(job)
             except Exception as error:
                 job.fail(error)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.unsignedinteger]
 
-BLOCK_ITEMS = 32 * 1024
+# Small enough for the cache, and large enough that threads seldom hand the interpreter lock to each other.
+BLOCK_BYTES = 256 * 1024
 ENTROPY_SAMPLE = 4096
 _WORDS = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 
@@ -22,7 +23,7 @@ class PlaneSplitter:
     """Splits and joins; holds scratch memory, so each thread needs its own."""
 
     def __init__(self) -> None:
-        self._scratch = {width: np.empty((2, BLOCK_ITEMS), dtype=word) for width, word in _WORDS.items()}
+        self._scratch = {width: np.empty((2, BLOCK_BYTES // width), dtype=word) for width, word in _WORDS.items()}
 
     def split(self, raw: Bytes, planes: Bytes) -> None:
         """Write the planes of `raw`, which is whole items, to `planes`: shape (item bytes, items)."""
@@ -31,8 +32,9 @@ class PlaneSplitter:
             np.copyto(planes[0], raw)
             return
         words: Words = raw.view(_WORDS[width])
-        for start in range(0, items, BLOCK_ITEMS):
-            block = words[start : start + BLOCK_ITEMS]
+        step = BLOCK_BYTES // width
+        for start in range(0, items, step):
+            block = words[start : start + step]
             turned, part = self._scratch[width][:, : len(block)]
             np.left_shift(block, 1, out=turned)
             np.right_shift(block, 8 * width - 1, out=part)
@@ -49,8 +51,9 @@ class PlaneSplitter:
             np.copyto(raw, planes[0])
             return
         words: Words = raw.view(_WORDS[width])
-        for start in range(0, len(words), BLOCK_ITEMS):
-            block = words[start : start + BLOCK_ITEMS]
+        step = BLOCK_BYTES // width
+        for start in range(0, len(words), step):
+            block = words[start : start + step]
             turned, part = self._scratch[width][:, : len(block)]
             np.copyto(turned, planes[0][start : start + len(block)])
             for plane in planes[1:]:

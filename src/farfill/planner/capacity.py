@@ -94,7 +94,7 @@ def demand_of(problem: Problem) -> Demand:
         )
     step = near.step_s(batch, workload.context_tokens)
     rate = DecodeRate(batch=batch, step_s=step, output_tokens=workload.output_tokens)
-    return Demand(lengths=workload.lengths, kv=problem.kv, decode=rate)
+    return Demand(lengths=workload.lengths, kv=problem.kv, decode=rate, at_mean_length=problem.at_mean_length)
 
 
 def fleet_of(problem: Problem) -> Fleet:
@@ -188,7 +188,7 @@ def _alternatives(problem: Problem, demand: Demand, fleet: Fleet, rate: float) -
 
 def _enough_alone(demand: Demand, near: Profile, rate: float) -> int:
     """Instances that surely serve `rate` in one site."""
-    prefill = rate * float(near.service_s(demand.lengths.mean))
+    prefill = rate * demand.seconds(near, demand.lengths.up_to(demand.lengths.most))
     return whole(prefill) + whole(rate / demand.decode.requests_per_s) + 1
 
 

@@ -19,8 +19,6 @@ ATTENTION_TYPES = frozenset(
         "cohere",
         "cohere2",
         "cohere2_moe",
-        "cwm",
-        "dbrx",
         "deepseek_v2",
         "deepseek_v3",
         "deepseek_v32",
@@ -73,7 +71,6 @@ ATTENTION_TYPES = frozenset(
         "mistral",
         "mistral4",
         "mixtral",
-        "mllama_text_model",
         "mpt",
         "nanochat",
         "nemotron",
@@ -105,7 +102,6 @@ ATTENTION_TYPES = frozenset(
         "starcoder2",
         "step3p7",
         "vaultgemma",
-        "xglm",
         "youtu",
     ]
 )
@@ -133,6 +129,8 @@ UNSUPPORTED = {
     "deepseek_v4": "its layers keep one compressed row for several tokens beside a window, which neither this planner"
     " nor the embedded engine can describe",
     "nemotron-nas": "its layers differ one by one (block_configs), which this planner cannot read",
+    "dbrx": "its heads are in attn_config, which this planner does not read",
+    "mllama_text_model": "its cross-attention keeps the keys of images, whose size the config does not tell",
     "rwkv": "its state is kept outside of the cache",
     "xlstm": "its state is kept outside of the cache",
     "minimax_m3": "its sparse attention's index is not public geometry",

@@ -9,15 +9,17 @@ convolution states keep the whole kernel; recurrent states are float32 beside a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from farfill.core.layout import DTYPE_BYTES, KVLayout, TensorKind, TensorLayout
 from farfill.planner.families import ATTENTION_TYPES, DEFAULT_PERIOD, UNSUPPORTED
 from farfill.planner.model_config import Fields, Json, UnknownArchitectureError
+from farfill.planner.states import PURE_STATE, STATE_AS_KV, STATE_PERIOD, STATE_READERS
 
 DEFAULT_CHUNK_TOKENS = 2048
 FULL, WINDOW, STATE, CONV, BOTH, NONE = "full", "window", "state", "conv", "both", "none"
+
+_OPT_IN_WINDOW = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1", "smollm3"}
 
 _TYPE_WORDS = {
     "full_attention": FULL, "attention": FULL, "indexed_attention": FULL, "global": FULL, "*": FULL,
@@ -90,7 +92,7 @@ class _Reader:
         self._f = fields
         self._type = model_type
         self._types = types
-        self._state = _STATE_READERS.get(model_type)
+        self._state = STATE_READERS.get(model_type)
         if self._state is None and model_type not in ATTENTION_TYPES:
             raise UnknownArchitectureError(
                 f"model_type {model_type!r} is not known, so what its layers keep is not either; if its cache is that"
@@ -127,7 +129,7 @@ class _Reader:
             f = self._f
             key = f.int("qk_nope_head_dim") + f.int("qk_rope_head_dim")
             return f.int("num_attention_heads") * (key + f.int("v_head_dim")) * size
-        if not self._f.has("num_attention_heads", "n_head", "num_heads") or self._type in _PURE_STATE:
+        if not self._f.has("num_attention_heads", "n_head", "num_heads") or self._type in PURE_STATE:
             return 2 * self._f.int("hidden_size", "d_model") * size
         heads, key, value = self._heads(self._f, FULL)
         return heads * (key + value) * size
@@ -185,7 +187,7 @@ class _Reader:
 
     def _hybrid_types(self, layers: int) -> list[str]:
         f = self._f
-        if self._type in _PURE_STATE:
+        if self._type in PURE_STATE:
             return ["linear_attention"] * layers
         if self._type == "falcon_h1":
             return ["hybrid"] * layers
@@ -198,7 +200,7 @@ class _Reader:
         if self._type == "jamba":
             period, offset = f.int("attn_layer_period"), f.int("attn_layer_offset", least=0)
             return ["full_attention" if i % period == offset else other for i in range(layers)]
-        period = f.int("full_attention_interval", "layer_group_size", default=_STATE_PERIOD.get(self._type, 0), least=0)
+        period = f.int("full_attention_interval", "layer_group_size", default=STATE_PERIOD.get(self._type, 0), least=0)
         if not period:
             raise f.error("layer_types", "is missing: which layers have attention is not said")
         return ["full_attention" if (i + 1) % period == 0 else other for i in range(layers)]
@@ -282,99 +284,6 @@ class _Reader:
         if conv is not None:
             found.append(TensorLayout(layer, "conv0", TensorKind.CONV, self._types.kv, conv))
         if state is not None and word != CONV:
-            dtype = self._types.kv if self._type in _STATE_AS_KV else self._types.state
+            dtype = self._types.kv if self._type in STATE_AS_KV else self._types.state
             found.append(TensorLayout(layer, "recurrent0", TensorKind.RECURRENT, dtype, state))
         return found
-
-
-Shape = tuple[int, ...]
-
-
-def _gated_delta(f: Fields) -> tuple[Shape | None, Shape | None]:
-    keys = f.int("linear_num_key_heads", default=f.int("num_attention_heads"))
-    values = f.int("linear_num_value_heads", default=keys)
-    key_dim, value_dim = f.int("linear_key_head_dim"), f.int("linear_value_head_dim")
-    conv = (2 * keys * key_dim + values * value_dim, f.int("linear_conv_kernel_dim", default=4))
-    return conv, (values, key_dim, value_dim)
-
-
-def _kimi_delta(f: Fields) -> tuple[Shape | None, Shape | None]:
-    inner = f.group("linear_attn_config") or f
-    heads = inner.int("linear_num_heads", "num_heads", "num_attention_heads")
-    dim = inner.int("linear_head_dim", "head_dim")
-    kernel = inner.int("linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
-    return (3 * heads * dim, kernel), (heads, dim, dim)
-
-
-def _lightning(f: Fields) -> tuple[Shape | None, Shape | None]:
-    heads = f.int("num_attention_heads")
-    dim = f.int("head_dim", default=max(1, f.int("hidden_size") // heads))
-    return None, (heads, dim, dim)
-
-
-def _mamba1(f: Fields) -> tuple[Shape | None, Shape | None]:
-    expand, hidden = f.int("mamba_expand", "expand", default=2), f.int("hidden_size")
-    inner = f.int("intermediate_size", default=expand * hidden) if f.model_type in _PURE_STATE else expand * hidden
-    kernel = f.int("mamba_d_conv", "conv_kernel", default=4)
-    return (inner, kernel), (inner, f.int("mamba_d_state", "state_size", default=16))
-
-
-def _mamba2(f: Fields) -> tuple[Shape | None, Shape | None]:
-    heads = f.int("mamba_n_heads", "mamba_num_heads", "n_mamba_heads", "num_heads")
-    expanded = f.int("mamba_d_ssm", default=f.int("mamba_expand", "expand", default=2) * f.int("hidden_size"))
-    dim = f.int("mamba_d_head", "mamba_head_dim", "mamba_headdim", default=max(1, expanded // heads))
-    if f.model_type == "mamba2":
-        dim = f.int("head_dim", default=dim)
-    groups = f.int("mamba_n_groups", "n_groups", "mamba_ngroups", default=1)
-    state = f.int("mamba_d_state", "ssm_state_size", "state_size")
-    kernel = f.int("mamba_d_conv", "conv_kernel", default=4)
-    return (heads * dim + 2 * groups * state, kernel), (heads, dim, state)
-
-
-def _short_conv(f: Fields) -> tuple[Shape | None, Shape | None]:
-    return (f.int("hidden_size"), f.int("conv_L_cache", default=7 if f.model_type == "lfm3" else 3)), None
-
-
-def _gated_recurrence(f: Fields) -> tuple[Shape | None, Shape | None]:
-    width = f.int("lru_width", default=f.int("hidden_size"))
-    return (width, f.int("conv1d_width", default=4)), (width,)
-
-
-_STATE_READERS: dict[str, Callable[[Fields], tuple[Shape | None, Shape | None]]] = {
-    "qwen3_next": _gated_delta,
-    "qwen3_5_text": _gated_delta,
-    "qwen3_5": _gated_delta,
-    "qwen3_5_moe": _gated_delta,
-    "qwen3_5_moe_text": _gated_delta,
-    "olmo_hybrid": _gated_delta,
-    "kimi_linear": _kimi_delta,
-    "bailing_hybrid": _kimi_delta,
-    "minimax": _lightning,
-    "minimax_m1": _lightning,
-    "minimax_text_01": _lightning,
-    "jamba": _mamba1,
-    "mamba": _mamba1,
-    "falcon_mamba": _mamba1,
-    "mamba2": _mamba2,
-    "bamba": _mamba2,
-    "granitemoehybrid": _mamba2,
-    "falcon_h1": _mamba2,
-    "nemotron_h": _mamba2,
-    "zamba2": _mamba2,
-    "lfm2": _short_conv,
-    "lfm2_moe": _short_conv,
-    "lfm3": _short_conv,
-    "recurrent_gemma": _gated_recurrence,
-}
-_STATE_PERIOD = {
-    "qwen3_next": 4,
-    "qwen3_5_text": 4,
-    "qwen3_5": 4,
-    "qwen3_5_moe": 4,
-    "qwen3_5_moe_text": 4,
-    "olmo_hybrid": 4,
-    "bailing_hybrid": 6,
-}
-_PURE_STATE = {"mamba", "falcon_mamba", "mamba2"}
-_STATE_AS_KV = {"minimax", "minimax_m1", "minimax_text_01"}
-_OPT_IN_WINDOW = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1", "smollm3"}

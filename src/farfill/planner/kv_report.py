@@ -15,6 +15,7 @@ from farfill.planner.plot import figure, save
 
 _KINDS = {
     "full": "full attention",
+    "latent": "latent attention",
     "window": "window",
     "state": "recurrent state",
     "conv": "short convolution",
@@ -35,17 +36,17 @@ def print_kv(console: Console, report: KVReport) -> None:
             f" all keys and values of these layers would be {report.dense_bytes_per_token:,} per token"
         )
     )
+    # With prefill times, the throughput says more than transfer times do, and 80 columns are all there is.
+    links = (10,) if report.prefill_source else (1, 10, 100)
+    headings = ["tokens", "KV", "smaller", *(f"{rate} Gbit/s" for rate in links)]
+    headings += [f"of {report.tensor_parallel} ranks"] if report.tensor_parallel > 1 else []
+    headings += ["prefill", "KV made"] if report.prefill_source else []
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("tokens", "KV", "smaller by", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s"):
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
-    if report.tensor_parallel > 1:
-        table.add_column(f"rank of {report.tensor_parallel}", justify="right", no_wrap=True)
-    if report.prefill_source:
-        table.add_column("prefill", justify="right", no_wrap=True)
-        table.add_column("KV made", justify="right", no_wrap=True)
     for row in report.rows:
         cells = [tokens_text(row.tokens), size_text(row.kv_bytes), f"{row.smaller_by:.1f}×"]
-        cells += [seconds_text(row.kv_bytes * 8 / rate) for rate in (1e9, 10e9, 100e9)]
+        cells += [seconds_text(row.kv_bytes * 8 / (rate * 1e9)) for rate in links]
         if report.tensor_parallel > 1:
             cells.append(size_text(row.rank_bytes))
         if row.prefill_s is not None and row.gbit_per_s is not None:
@@ -65,7 +66,8 @@ def draw_kv(reports: Sequence[KVReport], path: Path) -> None:
         tokens = [row.tokens for row in report.rows]
         (line,) = sizes.plot(tokens, [row.kv_bytes / 1e6 for row in report.rows], label=report.model)
         dense = [row.dense_bytes / 1e6 for row in report.rows]
-        sizes.plot(tokens, dense, "--", color=line.get_color(), alpha=0.4, label=f"{report.model}, all keys and values")
+        sizes.plot(tokens, dense, "--", color=line.get_color(), alpha=0.4)
+    sizes.plot([], [], "--", color="gray", alpha=0.6, label="if all keys and values were kept")
     sizes.set(xscale="log", yscale="log", xlabel="prompt tokens", ylabel="KV, MB", title="Size of one prompt's KV")
     if throughput:
         rates = drawing.axes[1]

@@ -160,7 +160,7 @@ def report_kv(
         model=model,
         model_type=geometry.model_type,
         dtypes=tuple(sorted({f"{_KIND_TEXT[t.kind]} {t.dtype}" for t in geometry.layout.tensors})),
-        layers_by_kind=dict(Counter(geometry.layer_words)),
+        layers_by_kind=_layers_by_kind(geometry),
         bytes_per_token=geometry.layout.bytes_per_token,
         fixed_bytes=fixed_bytes(geometry.layout),
         dense_bytes_per_token=geometry.dense_bytes_per_token,
@@ -168,6 +168,12 @@ def report_kv(
         prefill_source="" if prefill is None else prefill.source,
         rows=tuple(rows),
     )
+
+
+def _layers_by_kind(geometry: Geometry) -> dict[str, int]:
+    latent = {t.layer for t in geometry.layout.tensors if t.kind is TensorKind.LATENT}
+    words = ("latent" if layer in latent else word for layer, word in enumerate(geometry.layer_words))
+    return dict(Counter(words))
 
 
 _KIND_TEXT = {

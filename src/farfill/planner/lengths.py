@@ -18,10 +18,15 @@ _NORMAL = NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One side of a threshold: its share of all requests, and the mean number of tokens to prefill there."""
+    """One side of a threshold: its share of all requests, and the mean number of tokens to prefill there.
+
+    `start` and `end` are where it lies among the lengths.
+    """
 
     share: float
     mean_tokens: float
+    start: int
+    end: int
 
 
 class Lengths:
@@ -58,13 +63,15 @@ class Lengths:
         """Requests with more tokens than `threshold`."""
         at = int(np.searchsorted(self.tokens, threshold, side="right"))
         share = float(self._share[-1] - self._share[at])
-        return Part(share, float(self._sum[-1] - self._sum[at]) / share if share > 1e-12 else threshold)
+        mean = float(self._sum[-1] - self._sum[at]) / share if share > 1e-12 else threshold
+        return Part(share, mean, at, len(self.tokens))
 
     def up_to(self, threshold: float) -> Part:
         """Requests with at most `threshold` tokens."""
         at = int(np.searchsorted(self.tokens, threshold, side="right"))
         share = float(self._share[at])
-        return Part(share, float(self._sum[at]) / share if share > 1e-12 else threshold)
+        mean = float(self._sum[at]) / share if share > 1e-12 else threshold
+        return Part(share, mean, 0, at)
 
     def split(self, threshold: float) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
         """(tokens, weights) up to the threshold, and above it."""

@@ -6,11 +6,11 @@ Nothing is fetched: a hub id works only when its config.json is in the local cac
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
+from farfill.config.paths import hugging_face_hub
 from farfill.core.errors import ConfigError
 
 MAX_CONFIG_BYTES = 16 * 1024 * 1024
@@ -65,8 +65,7 @@ def _cached(repo: str) -> Path | None:
     """config.json of hub id `repo` in the cache: the revision `main` refers to, or else the newest snapshot."""
     if repo.count("/") > 1 or repo.startswith((".", "/")):
         return None
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    folder = Path(os.environ.get("HF_HUB_CACHE") or home / "hub") / f"models--{repo.replace('/', '--')}"
+    folder = hugging_face_hub() / f"models--{repo.replace('/', '--')}"
     ref = folder / "refs" / "main"
     if ref.is_file():
         found = folder / "snapshots" / ref.read_text().strip() / "config.json"

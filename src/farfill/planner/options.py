@@ -81,7 +81,7 @@ def hourly_price(problem: Problem, fleet: Fleet) -> float:
 
 def _far_parts(problem: Problem, running: Running, rate: float) -> list[FarPart]:
     split = running.split
-    size = running.demand.kv.bytes_at(split.far_mean_tokens)
+    size = running.demand.size_bytes(running.demand.lengths.above(split.threshold_tokens))
     links = {site.name: link for site, link in problem.far}
     parts: list[FarPart] = []
     for pool, share in zip(running.fleet.far, _shares(running), strict=True):
@@ -100,9 +100,8 @@ def _far_parts(problem: Problem, running: Running, rate: float) -> list[FarPart]
 
 def _shares(running: Running) -> list[float]:
     """Of far requests, by what each pool can take."""
-    split = running.split
-    size = max(1.0, running.demand.kv.bytes_at(split.far_mean_tokens))
-    capacities = [pool.capacity(split.far_mean_tokens, size) for pool in running.fleet.far]
+    above = running.demand.lengths.above(running.split.threshold_tokens)
+    capacities = [pool.capacity(running.demand, above) if above.share else 0.0 for pool in running.fleet.far]
     total = sum(capacities)
     return [capacity / total if total else 0.0 for capacity in capacities]
 

@@ -113,6 +113,10 @@ class LinkSection(Section):
 class PlanningSection(Section):
     headroom: float = Field(default=0.3, ge=0, le=10, description="Capacity beyond the demand, as a share of it.")
     link_utilisation: float = Field(default=0.7, gt=0, le=1, description="Share of a link that may be planned with.")
+    times_at: Literal["all_lengths", "mean_length"] = Field(
+        default="all_lengths",
+        description="Prefill times are averaged over all lengths, or that of the mean length is taken (the paper).",
+    )
     chunk_tokens: int = Field(default=2048, ge=16, description="prefill.chunked_prefill_tokens of the cluster file.")
 
 

@@ -80,6 +80,7 @@ class Problem:
     headroom: float
     link_utilisation: float
     chunk_tokens: int
+    at_mean_length: bool
 
 
 def read_problem(path: Path) -> Problem:
@@ -121,6 +122,7 @@ class _Reader:
             headroom=planning.headroom,
             link_utilisation=planning.link_utilisation,
             chunk_tokens=planning.chunk_tokens,
+            at_mean_length=planning.times_at == "mean_length",
         )
 
     def _kv(self) -> tuple[KVSize, Path | None]:

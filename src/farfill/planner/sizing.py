@@ -69,10 +69,10 @@ def _with_near(
     above = demand.lengths.above(threshold)
     counts, traffic = [0] * len(far), 0.0
     if above.share:
-        size = max(1.0, demand.kv.bytes_at(above.mean_tokens))
+        size = demand.size_bytes(above)
         left = rate * above.share
         traffic = left * size
-        seconds = [float(offer.profile.service_s(above.mean_tokens)) for offer in far]
+        seconds = [demand.seconds(offer.profile, above) for offer in far]
         for i in sorted(range(len(far)), key=lambda i: far[i].price * seconds[i]):
             taken = min(left, far[i].instances / seconds[i], far[i].link_bytes_per_s / size)
             counts[i] = whole(taken * seconds[i])
@@ -94,7 +94,7 @@ def _highest_threshold(near: NearOffer, demand: Demand, rate: float, prefill: in
 
     def needed(threshold: float) -> float:
         below = demand.lengths.up_to(threshold)
-        return rate * below.share * float(near.profile.service_s(below.mean_tokens)) if below.share else 0.0
+        return rate * below.share * demand.seconds(near.profile, below) if below.share else 0.0
 
     if needed(high) <= prefill:
         return high

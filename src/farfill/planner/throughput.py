@@ -1,8 +1,8 @@
 """How much a fleet of sites serves: equations 1 to 8 of arXiv 2604.15039, for any number of far sites. Pure.
 
 One near site has the users; it decodes, and prefills prompts up to the threshold. Far sites prefill the longer ones and
-send their KV over their links. Prefill times are taken at the mean length of each side of the threshold, as the paper
-does. `share` is of requests, rates are requests per second.
+send their KV over their links. The paper takes the prefill time of the mean length on each side of the threshold; with
+attention's square the mean of the times is more, so that is the default here, and the paper's way an option.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from farfill.planner.kv_size import KVSize
-from farfill.planner.lengths import Lengths
-from farfill.planner.profile import Profile
+import numpy as np
 
-Seconds = Callable[[float], float]
+from farfill.planner.curves import Floats
+from farfill.planner.kv_size import KVSize
+from farfill.planner.lengths import Lengths, Part
+from farfill.planner.profile import Profile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,15 +27,13 @@ class FarPool:
     instances: int
     link_bytes_per_s: float
 
-    def capacity(self, mean_tokens: float, mean_bytes: float) -> float:
-        """Requests per second: instances or link, whichever is less (eq. 3)."""
-        return min(self.compute_capacity(mean_tokens), self.link_bytes_per_s / mean_bytes)
+    def capacity(self, demand: Demand, part: Part) -> float:
+        """Requests of `part` per second: instances or link, whichever is less (eq. 3)."""
+        return min(self.compute_capacity(demand, part), self.link_bytes_per_s / demand.size_bytes(part))
 
-    def compute_capacity(self, mean_tokens: float) -> float:
-        """Requests per second that the instances can prefill."""
-        if not self.instances:
-            return 0.0
-        return self.instances / float(self.profile.service_s(mean_tokens))
+    def compute_capacity(self, demand: Demand, part: Part) -> float:
+        """Requests of `part` per second that the instances can prefill."""
+        return self.instances / demand.seconds(self.profile, part) if self.instances else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,25 +83,53 @@ class Fleet:
     far: tuple[FarPool, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What is asked: lengths to prefill, KV size by length, and a decode instance's rate under the SLO."""
+    """What is asked: lengths to prefill, KV size by length, and a decode instance's rate under the SLO.
 
-    lengths: Lengths
-    kv: KVSize
-    decode: DecodeRate
+    `at_mean_length`: prefill times and sizes are those of the mean length (the paper), not the means of all of them.
+    """
+
+    def __init__(self, *, lengths: Lengths, kv: KVSize, decode: DecodeRate, at_mean_length: bool = False) -> None:
+        self.lengths = lengths
+        self.kv = kv
+        self.decode = decode
+        self._at_mean_length = at_mean_length
+        self._sums: dict[int, tuple[object, Floats]] = {}
+
+    def seconds(self, profile: Profile, part: Part) -> float:
+        """Instance seconds of one prompt of `part`, on average."""
+        if self._at_mean_length or not part.share:
+            return float(profile.service_s(part.mean_tokens))
+        return self._mean(profile, part, profile.service_s)
+
+    def size_bytes(self, part: Part) -> float:
+        """KV bytes of one prompt of `part`, on average; at least 1."""
+        if self._at_mean_length or not part.share:
+            return max(1.0, self.kv.bytes_at(part.mean_tokens))
+        return max(1.0, self._mean(self.kv, part, self._sizes))
+
+    def _sizes(self, tokens: Floats) -> Floats:
+        return np.array([self.kv.bytes_at(float(t)) for t in tokens])
+
+    def _mean(self, key: object, part: Part, value: Callable[[Floats], Floats]) -> float:
+        """Mean of `value` over a part, from running sums that are kept for each `key`."""
+        kept = self._sums.get(id(key))
+        if kept is None:
+            sums = np.concatenate(([0.0], np.cumsum(value(self.lengths.tokens) * self.lengths.weights)))
+            self._sums[id(key)] = kept = (key, sums)  # the key is held, so that its id stays its own
+        sums = kept[1]
+        return float(sums[part.end] - sums[part.start]) / part.share
 
 
 def evaluate(fleet: Fleet, demand: Demand, threshold: float, near_prefill: int) -> Split:
     """The fleet with this threshold and this many near prefill instances (eqs. 3 to 6)."""
     above, below = demand.lengths.above(threshold), demand.lengths.up_to(threshold)
-    size = max(1.0, demand.kv.bytes_at(above.mean_tokens))
-    far = sum(pool.capacity(above.mean_tokens, size) for pool in fleet.far) if above.share else 0.0
-    near = near_prefill / float(fleet.near.service_s(below.mean_tokens)) if below.share and near_prefill else 0.0
+    far = sum(pool.capacity(demand, above) for pool in fleet.far) if above.share else 0.0
+    near = near_prefill / demand.seconds(fleet.near, below) if below.share and near_prefill else 0.0
     decode = (fleet.near_instances - near_prefill) * demand.decode.requests_per_s
     stages = {"decode": decode}
     if above.share:
-        link_bound = any(p.capacity(above.mean_tokens, size) < p.compute_capacity(above.mean_tokens) for p in fleet.far)
+        link_bound = any(p.capacity(demand, above) < p.compute_capacity(demand, above) for p in fleet.far)
         stages["link" if link_bound else "far prefill"] = far / above.share
     if below.share:
         stages["near prefill"] = near / below.share
@@ -120,7 +147,7 @@ def evaluate(fleet: Fleet, demand: Demand, threshold: float, near_prefill: int) 
         near_prefill_per_s=near,
         decode_per_s=decode,
         requests_per_s=rate,
-        link_bytes_per_s=rate * above.share * size,
+        link_bytes_per_s=rate * above.share * demand.size_bytes(above) if above.share else 0.0,
         bound=bound,
     )
 

@@ -25,7 +25,8 @@ def judge(
     if not problem.far:
         return False, "There is no far site, so nothing to decide: prefill and decode stay in one room."
     one_site = next((option for option in alternatives if option.name == "one site"), None)
-    price_gain = _price_gain(plan, one_site)
+    # With a demand both are bought to serve it, and prices differ; without, both cost the same, and capacities differ.
+    price_gain = None if problem.workload.requests_per_s is None else _price_gain(plan, one_site)
     compared = price_gain if price_gain is not None else gain
     used = plan.far_share > 0 and any(part.instances for part in plan.far)
     if compared is None:

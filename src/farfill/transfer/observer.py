@@ -71,7 +71,7 @@ class SilentObserver:
 
 
 class GuardedObserver:
-    """Passes on to another observer, and survives it: a failure to count breaks no connection. Each kind is logged once."""
+    """Passes on to another observer, and survives it: a failure to count breaks nothing. Each kind is logged once."""
 
     def __init__(self, observer: TransferObserver | None) -> None:
         self._observer = observer or SilentObserver()

@@ -35,7 +35,7 @@ def test_kv_tells_layers_bytes_and_sizes(monkeypatch, capsys, model: Path):
     assert call(monkeypatch, "kv", model) == 0
     told = capsys.readouterr().out
     assert "kimi-linear (kimi_linear)" in told
-    assert "20 recurrent state, 7 full attention" in told
+    assert "20 recurrent state, 7 latent attention" in told
     assert "8,064 bytes per token" in told
     assert "1M" in told
 

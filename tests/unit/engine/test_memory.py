@@ -49,9 +49,10 @@ def test_what_can_never_fit_is_the_clients_mistake() -> None:
         KVMemory(100).require_possible(101)
 
 
-@pytest.mark.parametrize("nbytes", [0, 1, 1 << 16, (1 << 20) + 3])
-def test_buffers_are_writable_and_exact(nbytes: int) -> None:
-    buffer = allocate_bytes(nbytes)
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1, 1 << 16, (5 << 20) + 3])
+def test_buffers_are_writable_and_exact(nbytes: int, dense: bool) -> None:
+    buffer = allocate_bytes(nbytes, dense=dense)
     assert buffer.nbytes == nbytes
     buffer[:] = 7
     assert not buffer.data.readonly

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from farfill.core.errors import ProtocolError
 from farfill.kv.codec import WORTHWHILE, ChunkCodec, Codec, CodecSample, choose_codec
-from farfill.kv.codec_planes import BLOCK_ITEMS
+from farfill.kv.codec_planes import BLOCK_BYTES
 
 PACKED = [Codec.LZ4, Codec.ZSTD]
 codec = ChunkCodec()
@@ -43,8 +43,8 @@ def test_bfloat16_caches_shrink_only_thanks_to_byte_planes(kind: Codec) -> None:
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("extra", [0, 1, 3, 7])
 def test_chunks_longer_than_a_block_survive_the_round_trip(kind: Codec, item_bytes: int, extra: int) -> None:
-    numbers = np.random.default_rng(1).normal(size=3 * BLOCK_ITEMS + 5).astype(np.float32)
-    raw = numbers.tobytes()[: (2 * BLOCK_ITEMS + 3) * item_bytes] + bytes(extra)
+    numbers = np.random.default_rng(1).normal(size=BLOCK_BYTES).astype(np.float32)
+    raw = numbers.tobytes()[: 2 * BLOCK_BYTES + 3 * item_bytes] + bytes(extra)
     used, wire = codec.encode(kind, raw, item_bytes)
     out = bytearray(len(raw))
     codec.decode_into(used, wire, item_bytes, memoryview(out))

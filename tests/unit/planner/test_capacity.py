@@ -81,6 +81,20 @@ def test_without_a_demand_all_instances_run(folder: Path):
     found = answer(folder, edited(requests_per_s=""))
     assert found.plan.near_prefill + found.plan.near_decode == 20
     assert found.rate_per_s == pytest.approx(found.plan.capacity_per_s / 1.3)
+    alone = next(option for option in found.alternatives if option.name == "one site")
+    assert alone.near_prefill + alone.near_decode == 32  # 20 and 8 × 1.5
+    assert found.gain_at_equal_cost == pytest.approx(found.plan.capacity_per_s / alone.capacity_per_s)
+    assert found.gain_at_equal_cost > 1.1
+    assert found.pays
+
+
+def test_times_at_the_mean_length_promise_more(folder: Path):
+    mean = answer(folder, edited(requests_per_s="") + "planning: {times_at: mean_length}\n")
+    everything = answer(folder, edited(requests_per_s=""))
+    assert 1.0 < mean.plan.capacity_per_s / everything.plan.capacity_per_s < 1.1
+    # What is promised from all times can be served without a pool being overloaded; the other cannot.
+    near = everything.plan.near_prefill_per_s / (1 - everything.plan.far_share)
+    assert near >= everything.plan.capacity_per_s * 0.999
 
 
 def test_a_ttft_limit_buys_more(folder: Path):

@@ -64,6 +64,20 @@ def test_paper_table_6_is_found():
     assert found.requests_per_s / alone.requests_per_s == pytest.approx(1.54, rel=0.015)
 
 
+def test_means_of_times_are_the_integrals():
+    lengths = observed([1000.0, 3000.0, 50_000.0], [2, 1, 1])
+    square = profile(0.0, 0.0, 1e-9)
+    exact, rough = (
+        demand(lengths),
+        Demand(lengths=lengths, kv=demand(lengths).kv, decode=demand(lengths).decode, at_mean_length=True),
+    )
+    below = lengths.up_to(3000)
+    assert exact.seconds(square, below) == pytest.approx((2 * 1e-3 + 9e-3) / 3)
+    assert rough.seconds(square, below) == pytest.approx((5000 / 3) ** 2 * 1e-9)
+    assert exact.seconds(square, lengths.above(3000)) == pytest.approx(2.5)
+    assert exact.size_bytes(below) == pytest.approx(rough.size_bytes(below))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     near=st.integers(2, 12),

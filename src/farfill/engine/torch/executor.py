@@ -53,9 +53,9 @@ class TorchExecutor:
         """Memory of one sequence."""
         return self._spec.kv_bytes(capacity_tokens)
 
-    def allocate(self, capacity_tokens: int) -> TorchKV:
-        """An empty sequence; its pages cost nothing until they are written."""
-        return TorchKV(self._spec, capacity_tokens)
+    def allocate(self, capacity_tokens: int, *, dense: bool = False) -> TorchKV:
+        """An empty sequence; its pages cost nothing until they are written, unless `dense`."""
+        return TorchKV(self._spec, capacity_tokens, dense=dense)
 
     @torch.inference_mode()
     def prefill(

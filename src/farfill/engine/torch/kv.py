@@ -90,7 +90,7 @@ class LayerKV:
 class TorchKV:
     """Implements `engine.executor.SequenceKV`."""
 
-    def __init__(self, spec: KVSpec, capacity_tokens: int) -> None:
+    def __init__(self, spec: KVSpec, capacity_tokens: int, *, dense: bool = False) -> None:
         self.spec = spec
         self.tokens = 0
         self._capacity_tokens = capacity_tokens
@@ -101,7 +101,7 @@ class TorchKV:
             self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=spec.device)
             self._mirror = HostMirror(self._bytes)
         else:
-            self._host = allocate_bytes(nbytes)
+            self._host = allocate_bytes(nbytes, dense=dense)
             self._bytes = torch.from_numpy(self._host)
         self.layers = self._make_layers()
 
@@ -138,7 +138,7 @@ class TorchKV:
 
     def fork(self) -> TorchKV:
         """An independent copy with the same room."""
-        copy = TorchKV(self.spec, self._capacity_tokens)
+        copy = TorchKV(self.spec, self._capacity_tokens, dense=True)
         copy._bytes.copy_(self._bytes)
         copy.tokens = self.tokens
         for mine, other in zip(self.layers, copy.layers, strict=True):

@@ -119,3 +119,12 @@ def test_truncate_undoes_a_decode_step_that_shifted_the_window() -> None:
         expected = rows(reference, layer).append(keys, keys)
         for mine, theirs in zip(rows(kv, layer).append(keys, keys), expected, strict=True):
             assert torch.equal(mine, theirs)
+
+
+def test_a_mirror_made_within_a_step_serves_outside_of_it() -> None:
+    kv = TorchKV(KVSpec(layout(), CPU, staged=True), 20)
+    append(kv, 10, 1)
+    with torch.inference_mode():
+        inside = bytes(kv.read(0, 0, 4))
+    assert bytes(kv.read(0, 0, 4)) == inside
+    assert bytes(kv.read(0, 2, 10))[: len(inside) // 2] == inside[len(inside) // 2 :]
