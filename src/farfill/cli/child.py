@@ -1,25 +1,17 @@
-"""A role as a child process: own process group, output in a file, gone when its parent is gone.
-
-Linux ties a child to the thread that forked it, not to the process. So all children are forked by one thread that
-lives as long as this process: whoever starts a child may end without ending it.
-"""
+"""A role as a child process: own process group, output in a file, gone when its parent is gone."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
-from farfill.config.paths import child_environment
+from farfill.config.processes import start_child
 
-_PR_SET_PDEATHSIG = 1
 _TAIL_LINES = 15
 
 
@@ -31,7 +23,7 @@ class Child:
         self.log_file = log_file
         command = [sys.executable, "-m", "farfill.cli.main", *arguments]
         with log_file.open("wb") as output:
-            self._process = _forker.submit(_start, command, output, child_environment(environment)).result()
+            self._process = start_child(command, output, environment)
 
     @property
     def pid(self) -> int:
@@ -59,34 +51,3 @@ class Child:
     def tail(self) -> list[str]:
         """The last lines it wrote."""
         return self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-
-
-# Its one thread stays until the interpreter ends.
-_forker = ThreadPoolExecutor(1, thread_name_prefix="farfill-fork")
-
-
-def _start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=environment,
-        start_new_session=True,
-        preexec_fn=_die_with_parent(),  # noqa: PLW1509 - it takes no lock: one system call, then exec
-    )
-
-
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before its command so that the kernel ends it with us; only Linux can."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in between
-            os._exit(1)
-
-    return arrange

@@ -55,7 +55,10 @@ class EngineTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """A snapshot of how busy the engine is. Of `kv_used_bytes`, `kv_filled_bytes` hold KV of tokens by now."""
+    """A snapshot of how busy the engine is. Of `kv_used_bytes`, `kv_filled_bytes` hold KV of tokens by now.
+
+    Not `ready`: it lives but does not answer at the moment. `exposition`: what it measured itself, as Prometheus' text.
+    """
 
     queued_tokens: int
     running_sequences: int
@@ -65,6 +68,8 @@ class EngineLoad:
     kv_filled_bytes: int = 0
     kv_most_bytes: int = 0
     totals: EngineTotals = EngineTotals()
+    ready: bool = True
+    exposition: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +212,9 @@ class Engine(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def load(self) -> EngineLoad: ...
+    def load(self) -> EngineLoad:
+        """Raises EngineError when it can never work again: its process should end, to be started anew."""
+        ...
 
     def start(self) -> None:
         """Start the scheduler thread. The model is already loaded."""

@@ -22,6 +22,7 @@ Logits = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _BLOCK_TOKENS = 256
+_FEW_TOKENS = 512
 # Below this every draw is the best token, and single precision would overflow.
 _LOWEST_TEMPERATURE = 1e-5
 # Stands for minus infinity, which JSON cannot say; the number OpenAI uses.
@@ -199,8 +200,8 @@ def _largest(weights: npt.NDArray[np.floating], count: int) -> Ids:
     if count < len(weights):
         # The count-th best of the blocks' best is no larger than the count-th best of all.
         tops = np.maximum.reduceat(weights, np.arange(0, len(weights), _BLOCK_TOKENS // 4))
-        if count < len(tops):
-            candidates = np.flatnonzero(weights >= np.partition(tops, -count)[-count])
+        bounds = tops if count < len(tops) else weights
+        candidates = np.flatnonzero(weights >= np.partition(bounds, -count)[-count])
     order = np.argsort(-weights[candidates], kind="stable")
     return candidates[order][:count]
 
@@ -208,6 +209,11 @@ def _largest(weights: npt.NDArray[np.floating], count: int) -> Ids:
 def _nucleus(weights: Logits, top_p: float) -> Ids:
     """Indices of the fewest most likely tokens that together reach `top_p`, best first; at least one."""
     total = weights.sum(dtype=np.float64)
+    # Nearly always a few are enough.
+    kept = _largest(weights, _FEW_TOKENS)
+    reached = np.cumsum(weights[kept], dtype=np.float64)
+    if reached[-1] >= top_p * total:
+        return kept[: int(np.searchsorted(reached, top_p * total, side="left")) + 1]
     # Tokens below this share are together less than what the nucleus may leave out.
     candidates = np.flatnonzero(weights >= (1 - top_p) * total / len(weights) * (1 - 1e-6))
     kept = candidates[np.argsort(-weights[candidates], kind="stable")]

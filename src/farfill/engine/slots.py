@@ -51,12 +51,11 @@ class Slot:
         Rows of the hit are copied only when a generation takes the slot. Checkpoints before the hit's end count as
         held although nobody has them: a generation starts at the hit's end or behind it.
         """
-        self._kv = kv
+        self._kv, self._hit = kv, hit
         if self.manifest.checkpoint_pieces:
             self._checkpoints = Checkpoints(self.manifest)
         if hit is None:
             return
-        self._hit = hit
         self.held = frozenset(piece.index for piece in self.manifest.pieces if piece.end_token <= hit.tokens)
 
     def buffer(self, piece: int) -> memoryview:

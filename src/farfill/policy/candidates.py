@@ -49,12 +49,11 @@ class Candidate(NamedTuple):
     capabilities: tuple[str, ...] = ()
 
 
-def candidate(
+def candidate(  # noqa: PLR0917 (made for every instance of every decision: keywords cost)
     instance: Instance,
-    *,
+    hit_tokens: int = 0,
     outstanding_tokens: int = 0,
     outstanding_requests: int = 0,
-    hit_tokens: int = 0,
     tenant_tokens: int = 0,
     allowed: bool = True,
     reachable: bool = True,

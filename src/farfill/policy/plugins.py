@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import lru_cache
-from hashlib import blake2b
 from typing import TypeVar
+
+from xxhash import xxh3_64_intdigest
 
 from farfill.core.cluster import InstanceState, Role
 from farfill.core.errors import ConfigError
@@ -27,9 +27,6 @@ PICKERS: dict[str, Picker] = {}
 CLOSE_SCORES = 0.02
 QUEUE_SCALE = 8.0
 TOKENS_SCALE = 8192.0
-_MASK = (1 << 64) - 1
-_ODD_A = 0x9E3779B97F4A7C15
-_ODD_B = 0xD6E8FEB86659FD93
 
 
 def _named(table: dict[str, Plugin], name: str) -> Callable[[Plugin], Plugin]:
@@ -112,8 +109,9 @@ def within_tenant_share(request: PlacementRequest, candidates: Sequence[Candidat
     if share >= 1.0:
         return [True] * len(candidates)
     return [
-        c.tenant_tokens == 0
-        or c.tenant_tokens + prompt <= share * max(c.waiting_tokens + prompt, c.instance.max_context_tokens)
+        (own := c.tenant_tokens) == 0
+        or own + prompt <= share * c.instance.max_context_tokens
+        or own + prompt <= share * (c.waiting_tokens + prompt)
         for c in candidates
     ]
 
@@ -122,7 +120,7 @@ def within_tenant_share(request: PlacementRequest, candidates: Sequence[Candidat
 def prefix_affinity(request: PlacementRequest, candidates: Sequence[Candidate]) -> list[float]:
     """The part of the prompt it has already."""
     prompt = max(1, request.prompt_tokens)
-    return [min(1.0, c.hit_tokens / prompt) for c in candidates]
+    return [hit / prompt if (hit := c.hit_tokens) < prompt else 1.0 for c in candidates]
 
 
 @_named(SCORERS, "session_affinity")
@@ -137,12 +135,15 @@ def session_affinity(request: PlacementRequest, candidates: Sequence[Candidate])
 
 @_named(SCORERS, "least_work")
 def least_work(request: PlacementRequest, candidates: Sequence[Candidate]) -> list[float]:
-    """1 where the prompt's first token would come soonest: fewest tokens to compute before it, its own included."""
+    """1 where the prompt's first token would come soonest: fewest tokens to compute before it, its own included.
+
+    Falls evenly to 0 at the most work, or at 8192 tokens more than the least: small differences stay small.
+    """
     prompt = request.prompt_tokens
     work = [c.waiting_tokens + prompt - c.hit_tokens for c in candidates]
     least, most = min(work), max(work)
-    span = most - least
-    return [1.0 - (w - least) / span for w in work] if span else [1.0] * len(work)
+    span = max(most - least, TOKENS_SCALE)
+    return [1.0 - (w - least) / span for w in work]
 
 
 @_named(SCORERS, "queue_depth")
@@ -170,7 +171,10 @@ def kv_bytes(request: PlacementRequest, candidates: Sequence[Candidate]) -> list
 @_named(SCORERS, "tenant_share")
 def tenant_share(_: PlacementRequest, candidates: Sequence[Candidate]) -> list[float]:
     """Falls with the tenant's own part of what waits there: one tenant spreads instead of filling one instance."""
-    return [1.0 - t / max(c.waiting_tokens, t) if (t := c.tenant_tokens) else 1.0 for c in candidates]
+    return [
+        1.0 - own / (w if (w := c.waiting_tokens) > own else own) if (own := c.tenant_tokens) else 1.0
+        for c in candidates
+    ]
 
 
 @_named(PICKERS, "best")
@@ -194,17 +198,8 @@ def spread(request: PlacementRequest, candidates: Sequence[Candidate], totals: S
 
 def rendezvous(key: str, names: Sequence[str]) -> list[int]:
     """A weight for each name that `key` alone decides; the highest wins (rendezvous hashing)."""
-    own = _digest(key)
-    weights: list[int] = []
-    for name in names:
-        mixed = (own ^ _digest(name)) * _ODD_A & _MASK
-        weights.append((mixed ^ mixed >> 32) * _ODD_B & _MASK)
-    return weights
-
-
-@lru_cache(maxsize=65_536)
-def _digest(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8, person=b"farfill-hrw-1").digest(), "little")
+    seed = xxh3_64_intdigest(key.encode())
+    return [xxh3_64_intdigest(name.encode(), seed) for name in names]
 
 
 def _tie(c: Candidate) -> tuple[int, str]:

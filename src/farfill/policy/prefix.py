@@ -14,14 +14,13 @@ with the generations.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 TRUST_MIN = -2
 TRUST_MAX = 4
 MAX_RETIRED = 128
 """More holders that left than this make a generation turn early: their bits would make every set long."""
-_LINEAR_KEYS = 24
 
 
 @dataclass(slots=True)
@@ -162,8 +161,8 @@ class BlockIndex:
     def hits(self, keys: Sequence[bytes]) -> PrefixHits:
         """How many leading blocks of `keys` each holder has.
 
-        Long prompts are bisected, which takes it that whoever holds a block holds those before it. Holders evict the
-        ends of prefixes first; where one did not, the answer is too high, and its report will say so.
+        By halving, which takes it that whoever holds a block holds those before it. Holders evict the ends of prefixes
+        first; where one did not, the answer may be too high, and its report will say so.
         """
         blocks: dict[str, int] = {}
         sites: dict[str, int] = {}
@@ -174,43 +173,41 @@ class BlockIndex:
         return PrefixHits(blocks, sites)
 
     def _chained_hits(self, keys: Sequence[bytes], blocks: dict[str, int], sites: dict[str, int]) -> None:
-        alive, depth, total = self._chained & self._mask(keys[0]), 1, len(keys)
-        while alive:
-            end = self._held_until(keys, alive, depth, total)
-            still = alive & self._mask(keys[end]) if end < total else 0
-            for holder in self._holders_of(alive & ~still):
-                blocks[holder.name] = end
-                if end > sites.get(holder.site, 0):
-                    sites[holder.site] = end
-            alive, depth = still, end + 1
-
-    def _held_until(self, keys: Sequence[bytes], alive: int, start: int, total: int) -> int:
-        """The first index from `start` on whose key not all of `alive` hold; `total` if there is none."""
+        """Halve each stretch of keys that not the same holders begin and end, down to single steps."""
         young, old = self._young, self._old
-        if total - start <= _LINEAR_KEYS:
-            for index in range(start, total):
-                key = keys[index]
-                if (young.get(key, 0) | old.get(key, 0)) & alive != alive:
-                    return index
-            return total
-        low, high = start, total
-        while low < high:
+        last = len(keys) - 1
+        first = self._chained & self._mask(keys[0])
+        final = first & self._mask(keys[last])
+        self._note(final, last + 1, blocks, sites)
+        stretches = [(0, first, last, final)] if first != final else []
+        while stretches:
+            low, at_low, high, at_high = stretches.pop()
+            if high - low == 1:
+                self._note(at_low & ~at_high, high, blocks, sites)
+                continue
             middle = (low + high) // 2
             key = keys[middle]
-            if (young.get(key, 0) | old.get(key, 0)) & alive == alive:
-                low = middle + 1
-            else:
-                high = middle
-        return low
+            at_middle = at_low & (young.get(key, 0) | old.get(key, 0) | at_high)
+            if at_low != at_middle:
+                stretches.append((low, at_low, middle, at_middle))
+            if at_middle != at_high:
+                stretches.append((middle, at_middle, high, at_high))
+
+    def _note(self, mask: int, depth: int, blocks: dict[str, int], sites: dict[str, int]) -> None:
+        by_bit = self._by_bit
+        while mask:
+            bit = mask & -mask
+            mask ^= bit
+            holder = by_bit[bit]
+            blocks[holder.name] = depth
+            if depth > sites.get(holder.site, 0):
+                sites[holder.site] = depth
 
     def _sparse_hits(self, keys: Sequence[bytes], blocks: dict[str, int], sites: dict[str, int]) -> None:
         wanted = self._sparse
         for index in range(len(keys) - 1, -1, -1):
             found = self._mask(keys[index]) & wanted
-            for holder in self._holders_of(found):
-                blocks[holder.name] = index + 1
-                if index + 1 > sites.get(holder.site, 0):
-                    sites[holder.site] = index + 1
+            self._note(found, index + 1, blocks, sites)
             wanted &= ~found
             if not wanted:
                 return
@@ -222,12 +219,6 @@ class BlockIndex:
 
     def _mask(self, key: bytes) -> int:
         return self._young.get(key, 0) | self._old.get(key, 0)
-
-    def _holders_of(self, mask: int) -> Iterator[_Holder]:
-        while mask:
-            bit = mask & -mask
-            mask ^= bit
-            yield self._by_bit[bit]
 
     def _add(self, bit: int, keys: Sequence[bytes]) -> None:
         young, old = self._young, self._old

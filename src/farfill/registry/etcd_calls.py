@@ -65,6 +65,7 @@ class EtcdCalls:
     _session: aiohttp.ClientSession | None = None
     _current: int = 0
     _token: str = ""
+    _login: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def open(self) -> None:
         """Inside the running loop."""
@@ -135,15 +136,22 @@ class EtcdCalls:
     async def _authorized(self, path: str, body: msgspec.Struct) -> aiohttp.ClientResponse:
         """The answer, after logging in again when the token is not (or no longer) good."""
         if self.user and not self._token:
-            await self._log_in()
+            await self._log_in("")
+        used = self._token
         response = await self._post(path, body)
         if self.user and response.status == 401:
             response.release()
-            await self._log_in()
+            await self._log_in(used)
             response = await self._post(path, body)
         return response
 
-    async def _log_in(self) -> None:
+    async def _log_in(self, stale: str) -> None:
+        """Replace the token `stale`, once for all calls that found it so: checking a password is slow by design."""
+        async with self._login:
+            if self._token == stale:
+                await self._fetch_token()
+
+    async def _fetch_token(self) -> None:
         self._token = ""
         response = await self._post("/v3/auth/authenticate", _Login(self.user, self.password))
         async with response:

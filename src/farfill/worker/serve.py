@@ -22,7 +22,7 @@ from farfill.config.load import LoadedConfig
 from farfill.config.model import WorkerConfig
 from farfill.config.secrets import TlsMaterial, read_tls, resolve_secret
 from farfill.core.cluster import Instance, InstanceState, Role
-from farfill.core.errors import ConfigError
+from farfill.core.errors import CancelledWorkError, ConfigError, EngineError
 from farfill.core.sampling import SamplingParams
 from farfill.engine.grammar import ANY_OUTPUT
 from farfill.engine.protocol import Engine
@@ -70,7 +70,10 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
     tls = read_tls(loaded, name)
     public_key = resolve_secret(config.tickets.public_key, loaded.base_dir)
     clock = WallClock()
-    engine = await _load_engine(loaded)
+    try:
+        engine = await _load_engine(loaded, stop)
+    except CancelledWorkError:
+        return
     parts = _Parts(
         loaded=loaded,
         name=name,
@@ -105,12 +108,13 @@ async def _prepare_grammars(parts: _Parts) -> None:
         log.warning("constrained_output_unavailable", error=str(error))
 
 
-async def _load_engine(loaded: LoadedConfig) -> Engine:
+async def _load_engine(loaded: LoadedConfig, stop: asyncio.Event) -> Engine:
     # Engines are imported here and nowhere earlier: other roles run without them.
     config = loaded.config
     if config.engine.type == "vllm":
-        from farfill.engine.vllm.loader import load_engine
+        from farfill.engine.vllm.loader import load_engine as load_vllm
 
+        load_engine = functools.partial(load_vllm, stopped=stop.is_set)
         needs = "`make vllm` shows an environment that has it beside Farfill"
     else:
         from farfill.engine.torch import load_engine
@@ -150,8 +154,8 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         info=engine.info,
         prefill=prefill,
         decode=decode,
-        is_ready=lambda: announcer.registered and not stop.is_set(),
-        exposition=functools.partial(exposition, parts.metrics.registry),
+        is_ready=lambda: announcer.registered and not stop.is_set() and _engine_ready(engine),
+        exposition=lambda: _exposition(parts),
     )
     http_tls = ServerContext(parts.http_tls)
     watch = _certificates(parts, [end for end in (sender, receiver) if end is not None], http_tls, announcer)
@@ -220,6 +224,21 @@ def _dials(parts: _Parts) -> str:
     return parts.loaded.config.kv_transfer.dial
 
 
+def _engine_ready(engine: Engine) -> bool:
+    try:
+        return engine.load().ready
+    except EngineError:
+        return False
+
+
+def _exposition(parts: _Parts) -> tuple[bytes, str]:
+    """This worker's metrics, and what its engine measured itself."""
+    body, content_type = exposition(parts.metrics.registry)
+    with contextlib.suppress(EngineError):
+        body += parts.engine.load().exposition
+    return body, content_type
+
+
 def _instance(parts: _Parts) -> Instance:
     worker, info = parts.worker, parts.engine.info
     return Instance(
@@ -256,7 +275,10 @@ async def _report_load(
     announcer: Announcer,
     stop: asyncio.Event,
 ) -> None:
-    """Keep gauges and the registry's view of this worker fresh until `stop`."""
+    """Keep gauges and the registry's view of this worker fresh until `stop`.
+
+    Raises EngineError when the engine is dead: the process ends, and whoever supervises it starts a new one.
+    """
     while not stop.is_set():
         load = parts.engine.load()
         parts.metrics.set_load(load)

@@ -103,6 +103,7 @@ def test_scorers():
     assert scores("outstanding_tokens", idle, busy) == [1.0, 0.5]
     assert scores("least_work", idle, busy, warm) == [1 - 500 / 8692, 0.0, 1.0]
     assert scores("least_work", idle, idle) == [1.0, 1.0]
+    assert scores("least_work", idle, candidate(instance("b", queued_tokens=2048))) == [1.0, 0.75]
     full = candidate(instance("d", kv_total_bytes=100, kv_used_bytes=75))
     assert scores("kv_bytes", idle, full, request=replace_request(kv_bytes=5)) == [1.0, pytest.approx(0.2)]
     assert scores("kv_bytes", full, request=replace_request(kv_bytes=500)) == [0.0]

@@ -99,6 +99,23 @@ async def test_token_that_ran_out_is_renewed(etcd: EtcdServer):
         assert await store.get("a") is not None
 
 
+async def test_calls_at_once_log_in_once(etcd: EtcdServer):
+    async with etcd.store("login/") as store:
+        paths: list[str] = []
+        post = store.calls._post
+
+        def counted(path, body):
+            paths.append(path)
+            return post(path, body)
+
+        store.calls._post = counted
+        await asyncio.gather(*(store.get("a") for _ in range(10)))
+        assert paths.count("/v3/auth/authenticate") == 1
+        store.calls._token = "stale.1"
+        await asyncio.gather(*(store.get("a") for _ in range(10)))
+        assert paths.count("/v3/auth/authenticate") == 2
+
+
 async def test_cut_history_is_told_and_a_mirror_lists_again(etcd: EtcdServer):
     async with etcd.store("cut/") as store:
         start = (await store.commit([Put("a", b"1")])).revision

@@ -33,9 +33,9 @@ _REFUSED = {
     "recurrent_gemma": "keeps its state on its modules, where requests would share it",
     "rwkv": "keeps its state outside of any cache",
     "xlstm": "keeps its state in a cache of its own",
-    "deepseek_v32": "selects tokens by an index (DSA) whose choices change with the prefill chunk",
-    "deepseek_v4": "compresses its cache in ways that depend on the prefill chunk",
-    "glm_moe_dsa": "selects tokens by an index (DSA) whose choices change with the prefill chunk",
+    "deepseek_v32": "selects tokens by an index (DSA), and was found to answer differently in prefill chunks",
+    "deepseek_v4": "compresses its cache, and was found to answer differently in prefill chunks",
+    "glm_moe_dsa": "selects tokens by an index (DSA), as deepseek_v32 does",
 }
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import blake3
 import torch
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,7 +14,7 @@ from transformers.utils import logging
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.config.paths import cache_dir
 from farfill.core.errors import ConfigError
-from farfill.core.layout import KVLayout
+from farfill.engine.fingerprint import fingerprint
 from farfill.engine.limits import EngineLimits
 from farfill.engine.local import LocalEngine
 from farfill.engine.output import Vocabulary
@@ -33,9 +31,6 @@ from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
 ENGINE_VERSION = "torch-2"
 
 _REQUIRED = ("config.json", "tokenizer.json")
-_IDENTITY_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-# Keys of config.json that say where a file came from, not what the model computes.
-_NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 # A model without positions goes on for ever; something has to bound what one request may ask for.
 _UNBOUNDED_TOKENS = 1 << 20
 _MIB = 1 << 20
@@ -108,7 +103,7 @@ def load_model(
     spec = KVSpec(shape.layout, net.device, num_layers=shape.num_layers, chunked=shape.chunked)
     executor = TorchExecutor(net, spec)
     vocab_size = net.get_output_embeddings().weight.shape[0]
-    mark = fingerprint(folder, shape.layout, model.dtype)
+    mark = fingerprint(folder, ENGINE_VERSION, model.dtype, shape.layout)
     _check(net, executor, shape, CheckMemory(cache_dir() / "model-checks", mark, (options.device, options.attention)))
     executor.pin(options.cpus)
     info = EngineInfo(
@@ -133,21 +128,6 @@ def _check(net: Any, executor: TorchExecutor, shape: ModelShape, memory: CheckMe
         memory.remember(check.run(executor))
     elif found is not None:
         executor.capabilities = found
-
-
-def fingerprint(folder: Path, layout: KVLayout, dtype: str) -> str:
-    """32 hex digits over everything that decides what a byte of KV means."""
-    digest = blake3.blake3()
-    digest.update(repr((ENGINE_VERSION, dtype, layout)).encode())
-    config = json.loads((folder / "config.json").read_text())
-    identity = {key: value for key, value in config.items() if key not in _NOT_IDENTITY}
-    digest.update(json.dumps(identity, sort_keys=True).encode())
-    present = [folder / name for name in _IDENTITY_FILES if (folder / name).is_file()]
-    for path in (*present, *sorted(folder.glob("*.safetensors"))):
-        # Each file by name and digest, so that bytes cannot move from one to the next unnoticed.
-        content = blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).digest()
-        digest.update(path.name.encode() + b"\0" + content)
-    return digest.hexdigest(length=16)
 
 
 def _require_files(folder: Path) -> None:

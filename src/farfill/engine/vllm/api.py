@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -86,6 +87,22 @@ class VllmApi:
                     raise EngineError(f"vLLM: {_message(part)}")
                 yield part
         raise EngineError("vLLM cut the answer short")
+
+    async def health(self, timeout_s: float) -> int:
+        """Status of /health. Raises EngineError when there is none in time."""
+        return (await self._get("/health", timeout_s))[0]
+
+    async def metrics(self, timeout_s: float) -> bytes:
+        """What /metrics says. Raises EngineError when it says nothing in time."""
+        return (await self._get("/metrics", timeout_s))[1]
+
+    async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(timeout_s), self._session.get(f"{_HOST}{path}") as response:
+                return response.status, await response.read()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineError(f"vLLM does not answer {path}: {error or 'timeout'}") from error
 
     @contextlib.asynccontextmanager
     async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:

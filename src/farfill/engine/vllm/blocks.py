@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import mmap
+import os
 import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import structlog
@@ -56,22 +58,60 @@ class Export:
 
 @dataclass(frozen=True)
 class Import:
-    """What of the file lies beyond the first `local_tokens` is to go into these blocks; ids per group by position."""
+    """Tokens [local_tokens, valid_tokens) of a prompt of `num_tokens` go into these blocks; ids per group by position.
+
+    Every rank has a name of its own for the file (`rank_file`), which it removes.
+    """
 
     key: str
     file: str
     num_tokens: int
     local_tokens: int
+    valid_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
+
+
+def rank_file(file: str, rank: int) -> str:
+    """The name that keeps a file for one worker process, also when the engine removes its own meanwhile."""
+    return f"{file}.rank{rank}"
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One tensor of the layout in vLLM's memory: block b is `rows[b]`, bytes."""
+    """One tensor of the layout in vLLM's memory: block b is `rows[b]`, bytes. Pairs are (row of a piece, block)."""
 
     group: int
     block_tokens: int
     rows: torch.Tensor
+
+    def read(self, pairs: list[tuple[int, int]], data: torch.Tensor) -> None:
+        """Blocks into rows of a piece that begins where `data` does; one copy off the device for all."""
+        for first, blocks in _runs(pairs):
+            found = self.rows[torch.tensor(blocks, device=self.rows.device)]
+            data[first * found.shape[1] :][: found.numel()].view_as(found).copy_(found)
+
+    def write(self, pairs: list[tuple[int, int]], data: torch.Tensor) -> None:
+        """Rows of a piece into blocks."""
+        size = self.rows.shape[1]
+        for first, blocks in _runs(pairs):
+            rows = data[first * size : (first + len(blocks)) * size].view(len(blocks), size)
+            self.rows[torch.tensor(blocks, device=self.rows.device)] = rows.to(self.rows.device)
+
+
+def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
+    """(first row, blocks) of each run of neighbouring rows."""
+    start = 0
+    for end in range(1, len(pairs) + 1):
+        if end == len(pairs) or pairs[end][0] != pairs[end - 1][0] + 1:
+            yield pairs[start][0], [block for _, block in pairs[start:end]]
+            start = end
+
+
+@lru_cache(maxsize=64)
+def _plan(layout: KVLayout, num_tokens: int) -> tuple[Manifest, list[int], int]:
+    """The manifest of a prompt, where its pieces begin in the file, and the file's length."""
+    manifest = build_manifest(layout, num_tokens)
+    return manifest, *piece_offsets(manifest)
 
 
 def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, Any]) -> Hello:
@@ -168,7 +208,7 @@ def _as_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
 
 
 class BlockCopier:
-    """One worker's copies. Used by vLLM's worker thread only."""
+    """One worker's copies. Used by vLLM's worker thread only; remembers nothing of a request from step to step."""
 
     def __init__(self, kv_cache_config: Any, kv_caches: dict[str, Any], hello: Hello, chunk_tokens: int) -> None:
         self._hello = hello
@@ -182,7 +222,6 @@ class BlockCopier:
         ]
         self._socket: socket.socket | None = None
         self._told_s = 0.0
-        self._exports: dict[str, tuple[Manifest, list[int], mmap.mmap, set[int]]] = {}
 
     def connect(self, path: str) -> None:
         """Open the line to the engine. Raises OSError when nobody is there."""
@@ -208,7 +247,6 @@ class BlockCopier:
         except (OSError, ValueError, RuntimeError, LookupError) as error:
             # The engine removed the file because nobody wants it any more, or something is wrong: never a broken step.
             _log.warning("kv_export_failed", key=export.key, detail=str(error))
-            self._exports.pop(export.key, None)
             self._tell(ExportFailed(export.key, str(error)))
             return
         if done:
@@ -216,67 +254,60 @@ class BlockCopier:
 
     def load(self, item: Import) -> None:
         """Copy a request's file into its blocks. Raises when that is impossible: the step must not go on."""
-        manifest = build_manifest(self._layout, item.num_tokens)
-        offsets, nbytes = piece_offsets(manifest)
-        with open(item.file, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
+        manifest, offsets, nbytes = _plan(self._layout, item.num_tokens)
+        path = rank_file(item.file, self._hello.rank)
+        with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
+            os.unlink(path)
             data = torch.frombuffer(memory, dtype=torch.uint8)
             for piece in manifest.pieces:
-                source = self._sources[piece.tensor]
-                kept = manifest.layout.tensors[piece.tensor].kind is TensorKind.WINDOW
-                for row, block in self._blocks_of(piece, item.block_ids[source.group], source):
-                    if block is None and kept:
-                        continue  # before the window of what comes next: vLLM has no place for it, nor need
-                    if block is None:
-                        raise LookupError(f"{item.key}: no block for tokens from {row * source.block_tokens} on")
-                    if source.block_tokens and (row + 1) * source.block_tokens <= item.local_tokens:
-                        continue
-                    size = source.rows.shape[1]
-                    at = offsets[piece.index] + self._row_in_piece(piece, row, source) * size
-                    source.rows[block].copy_(data[at : at + size])
-            del data
+                if piece.start_token < item.valid_tokens or item.valid_tokens == item.num_tokens:
+                    self._copy_in(piece, item, manifest, data[offsets[piece.index] :])
+
+    def _copy_in(self, piece: Piece, item: Import, manifest: Manifest, data: torch.Tensor) -> None:
+        source = self._sources[piece.tensor]
+        window = manifest.layout.tensors[piece.tensor].kind is TensorKind.WINDOW
+        wanted: list[tuple[int, int]] = []
+        for row, (position, block) in enumerate(self._blocks_of(piece, item.block_ids[source.group], source)):
+            if source.block_tokens and (position + 1) * source.block_tokens <= item.local_tokens:
+                continue
+            if block is not None:
+                wanted.append((row, block))
+            elif not window:  # a window's: before what the next token looks at, vLLM has no place for it, nor need
+                raise LookupError(f"{item.key}: no block for tokens from {position * source.block_tokens} on")
+        source.write(wanted, data)
 
     def _save(self, export: Export) -> list[int]:
-        if export.key not in self._exports:
-            manifest = build_manifest(self._layout, export.num_tokens)
-            offsets, nbytes = piece_offsets(manifest)
-            with open(export.file, "r+b") as file:
-                memory = mmap.mmap(file.fileno(), nbytes)
-            self._exports[export.key] = (manifest, offsets, memory, set())
-        manifest, offsets, memory, told = self._exports[export.key]
+        manifest, offsets, nbytes = _plan(self._layout, export.num_tokens)
         last = export.end >= export.num_tokens
         done: list[int] = []
-        for piece in manifest.pieces:
-            source = self._sources[piece.tensor]
-            grows = manifest.layout.tensors[piece.tensor].kind.grows
-            if piece.index in told or (not grows and not last) or (grows and piece.start_token >= export.end):
-                continue
-            self._copy_out(piece, source, export, memory, offsets[piece.index])
-            if last or (grows and piece.end_token <= export.end):
-                told.add(piece.index)
-                done.append(piece.index)
-        if last:
-            del self._exports[export.key]
+        with open(export.file, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
+            data = torch.frombuffer(memory, dtype=torch.uint8)
+            for piece in manifest.pieces:
+                grows = manifest.layout.tensors[piece.tensor].kind.grows
+                if not last and not grows:
+                    continue
+                if grows and (piece.end_token <= export.start or piece.start_token >= export.end):
+                    continue  # told of in an earlier step, or to come
+                self._copy_out(piece, export, grows, data[offsets[piece.index] :])
+                if last or piece.end_token <= export.end:
+                    done.append(piece.index)
         return done
 
-    def _copy_out(self, piece: Piece, source: _Source, export: Export, memory: mmap.mmap, offset: int) -> None:
-        size = source.rows.shape[1]
-        data = torch.frombuffer(memory, dtype=torch.uint8)
-        for row, block in self._blocks_of(piece, export.block_ids[source.group], source):
-            first = row * source.block_tokens
-            if source.block_tokens and (first + source.block_tokens <= export.start or first >= export.end):
-                continue  # left in an earlier step, or not computed yet
+    def _copy_out(self, piece: Piece, export: Export, grows: bool, data: torch.Tensor) -> None:
+        source = self._sources[piece.tensor]
+        wanted: list[tuple[int, int]] = []
+        for row, (position, block) in enumerate(self._blocks_of(piece, export.block_ids[source.group], source)):
+            end = min((position + 1) * source.block_tokens, export.num_tokens)
+            if grows and not export.start < end <= export.end:
+                continue  # left in an earlier step, or not whole yet
             if block is None:
-                raise LookupError(f"no block for tokens from {first} on")
-            at = offset + self._row_in_piece(piece, row, source) * size
-            data[at : at + size].copy_(source.rows[block])
-
-    @staticmethod
-    def _row_in_piece(piece: Piece, row: int, source: _Source) -> int:
-        return row - piece.start_token // source.block_tokens if source.block_tokens else 0
+                raise LookupError(f"no block for tokens up to {end}")
+            wanted.append((row, block))
+        source.read(wanted, data)
 
     @staticmethod
     def _blocks_of(piece: Piece, ids: tuple[int, ...], source: _Source) -> Iterator[tuple[int, int | None]]:
-        """(position, block id) of the piece's blocks; None: vLLM has none there (its null block is 0)."""
+        """(position, block id) of each row of the piece; None: vLLM has no block there (its null block is 0)."""
         if not source.block_tokens:
             live = [block for block in ids if block]
             yield 0, live[-1] if live else None

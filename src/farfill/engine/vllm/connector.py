@@ -12,6 +12,7 @@ A file that is missing, too short or for other tokens counts as no KV at all: vL
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from farfill.engine.vllm.blocks import BlockCopier, Export, Import, describe_cache
+from farfill.engine.vllm.blocks import BlockCopier, Export, Import, describe_cache, rank_file
 from farfill.engine.vllm.messages import PARAMS_KEY, ExportParams, ImportParams, read_params
 
 _log = structlog.get_logger(__name__)
@@ -48,6 +49,15 @@ class _Exporting:
     exported_tokens: int = 0
 
 
+@dataclass
+class _Importing:
+    """A request whose file is kept, under names beginning with `kept`, until the ranks have read it."""
+
+    params: ImportParams
+    kept: str
+    local_tokens: int = 0
+
+
 class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     """See the module."""
 
@@ -62,8 +72,10 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         self._socket_path = str(option("socket", ""))
         self._folder = os.path.realpath(str(option("folder", "")))
         self._chunk_tokens = int(option("prefill_chunk_tokens", 512))
+        self._ranks = range(vllm_config.parallel_config.world_size)
         self._exporting: dict[str, _Exporting] = {}
-        self._local_tokens: dict[str, int] = {}
+        self._importing: dict[str, _Importing] = {}
+        self._kept = 0
         self._plan = _Plan()
         self._copier: BlockCopier | None = None
 
@@ -78,24 +90,40 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         params = self._params_of(request)
         if not isinstance(params, ImportParams) or params.valid_tokens <= num_computed_tokens:
             return 0, False
-        if not self._file_is_right(params) or params.num_tokens != request.num_prompt_tokens - 1:
-            _log.warning("kv_file_unusable", request_id=request.request_id, key=params.key)
+        problem = self._keep_file(request, params)
+        if problem:
+            _log.warning("kv_file_unusable", request_id=request.request_id, key=params.key, detail=problem)
+            request.kv_transfer_params[PARAMS_KEY] = None
             return 0, False
-        self._local_tokens[request.request_id] = num_computed_tokens
+        self._importing[request.request_id].local_tokens = num_computed_tokens
         return params.valid_tokens - num_computed_tokens, False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Where the tokens of the file are to go."""
         params = self._params_of(request)
         if isinstance(params, ExportParams):
-            self._exporting[request.request_id] = _Exporting(request, params)
-        local = self._local_tokens.pop(request.request_id, 0)
-        if isinstance(params, ImportParams) and num_external_tokens > 0:
+            # What left before a preemption is in the file for good.
+            self._exporting.setdefault(request.request_id, _Exporting(request, params))
+        importing = self._importing.get(request.request_id)
+        if importing is None:
+            return
+        if num_external_tokens > 0:
+            params = importing.params
             self._plan.imports.append(
-                Import(params.key, params.file, params.num_tokens, local, _ids(blocks.get_block_ids()))
+                Import(
+                    params.key,
+                    importing.kept,
+                    params.num_tokens,
+                    importing.local_tokens,
+                    params.valid_tokens,
+                    _ids(blocks.get_block_ids()),
+                )
             )
-            # Once: a request that was preempted computes its prompt itself, as vLLM knows it then.
-            request.kv_transfer_params[PARAMS_KEY] = None
+            del self._importing[request.request_id]
+        else:
+            self._forget_file(request.request_id)
+        # Once: a request that was preempted computes its prompt itself, as vLLM knows it then.
+        request.kv_transfer_params[PARAMS_KEY] = None
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """Imports decided on since the last step, and the blocks that prefills fill in this one."""
@@ -129,7 +157,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Nothing holds blocks of a finished request."""
         self._exporting.pop(request.request_id, None)
-        self._local_tokens.pop(request.request_id, None)
+        self._forget_file(request.request_id)
         return False, None
 
     def _params_of(self, request: Any) -> ExportParams | ImportParams | None:
@@ -147,12 +175,35 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
             return None
         return params
 
-    @staticmethod
-    def _file_is_right(params: ImportParams) -> bool:
+    def _keep_file(self, request: Any, params: ImportParams) -> str:
+        """Keep the request's file for every rank, whatever the engine does; otherwise what is wrong with it."""
+        if request.request_id in self._importing:
+            return ""
+        if params.num_tokens != request.num_prompt_tokens - 1 or params.valid_tokens > params.num_tokens:
+            return f"for {params.num_tokens} tokens, {params.valid_tokens} valid, of a prompt of other length"
+        self._kept += 1  # choices of one request bring the same file
+        importing = _Importing(params, f"{params.file}.{self._kept}")
+        self._importing[request.request_id] = importing
         try:
-            return os.stat(params.file).st_size == params.file_bytes
-        except OSError:
-            return False
+            if os.path.basename(params.file) != params.key:
+                raise OSError("another request's file")
+            found = os.stat(params.file).st_size
+            if found != params.file_bytes:
+                raise OSError(f"{found} bytes instead of {params.file_bytes}")
+            for rank in self._ranks:
+                os.link(params.file, rank_file(importing.kept, rank))
+        except OSError as error:
+            self._forget_file(request.request_id)
+            return str(error)
+        return ""
+
+    def _forget_file(self, request_id: str) -> None:
+        importing = self._importing.pop(request_id, None)
+        if importing is None:
+            return
+        for rank in self._ranks:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(rank_file(importing.kept, rank))
 
     # In a worker's process.
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import structlog
 
@@ -25,10 +29,16 @@ from farfill.engine.protocol import (
 )
 from farfill.engine.vllm.api import VllmApi
 from farfill.engine.vllm.files import KVFile, KVFolder
+from farfill.engine.vllm.health import Vitals, read_vitals
 from farfill.engine.vllm.jobs import GenerateJob, Job, PrefillJob
 from farfill.engine.vllm.messages import Alive, Exported, ExportFailed, Message
 from farfill.engine.vllm.server import VllmServer
 from farfill.kv.manifest import build_manifest
+
+WATCH_S = 2.0
+ANSWER_S = 5.0
+# Longer than vLLM takes to compile a kernel for a new shape.
+STALL_S = 120.0
 
 _log = structlog.get_logger(__name__)
 
@@ -37,8 +47,16 @@ class VllmEngine:
     """Implements `engine.protocol.Engine`. Owns the server, the folder and one event loop on one thread."""
 
     def __init__(
-        self, info: EngineInfo, vocabulary: Vocabulary, server: VllmServer, folder: KVFolder, *, max_queue: int
+        self,
+        info: EngineInfo,
+        vocabulary: Vocabulary,
+        server: VllmServer,
+        folder: KVFolder,
+        *,
+        max_queue: int,
+        stall_s: float = STALL_S,
     ) -> None:
+        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead."""
         self.info = info
         self._vocabulary = vocabulary
         self._server = server
@@ -49,18 +67,37 @@ class VllmEngine:
         self._thread = Thread(target=self._run, name="farfill-vllm", daemon=True)
         self._jobs: set[Job] = set()
         self._prefills: dict[str, PrefillJob] = {}
+        self._stall_s = stall_s
+        self._heard_s = time.monotonic()
+        self._vitals = Vitals()
+        self._dead = ""
+        self._watching: asyncio.Future[None] | None = None
         self._closed = False
 
+    @property
+    def folder(self) -> Path:
+        """Where sockets, shared memory and vLLM's log are."""
+        return self._folder.path
+
     def load(self) -> EngineLoad:
-        """How busy vLLM is with work from here."""
+        """How busy vLLM is. Raises EngineError when it is dead."""
+        if self._dead:
+            raise EngineError(self._dead, reason="engine_dead")
         jobs = list(self._jobs)
         waiting = [job for job in jobs if job.waiting]
+        vitals = self._vitals
+        # vLLM's own number stays as it was in its last step: idle, it holds nothing.
+        usage = vitals.kv_usage if jobs else 0.0
         return EngineLoad(
             queued_tokens=sum(job.tokens for job in waiting),
             running_sequences=len(jobs) - len(waiting),
             waiting_sequences=len(waiting),
-            kv_used_bytes=self._folder.used_bytes,
+            # Whichever of both is fuller decides what can still be taken.
+            kv_used_bytes=max(self._folder.used_bytes, int(usage * self.info.kv_total_bytes)),
             prefix_cache_bytes=0,
+            totals=vitals.totals,
+            ready=vitals.ready,
+            exposition=vitals.exposition,
         )
 
     def start(self) -> None:
@@ -68,7 +105,7 @@ class VllmEngine:
         self._server.line.on_message = lambda message: self._post(self._heard, message)
         self._server.line.on_end = lambda: self._post(self._line_ended)
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._api.open(), self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._begin(), self._loop).result()
 
     def close(self) -> None:
         """Fail all work with CancelledWorkError, end vLLM, remove shared memory. Idempotent."""
@@ -98,9 +135,18 @@ class VllmEngine:
         return file
 
     def prepare(self, sampling: SamplingParams) -> Future[None]:
-        """vLLM compiles grammars itself."""
+        """Compile a grammar within our bounds: vLLM, which compiles it again, has none."""
         done: Future[None] = Future()
-        done.set_result(None)
+        done.set_running_or_notify_cancel()  # others may wait for the same grammar: nobody may cancel it
+        if not sampling.grammar:
+            done.set_result(None)
+            return done
+
+        def pass_on(compiled: Future[Any]) -> None:
+            error = compiled.exception()
+            done.set_result(None) if error is None else done.set_exception(error)
+
+        self._vocabulary.grammars.prepare(sampling.grammar).add_done_callback(pass_on)
         return done
 
     def generate(
@@ -130,13 +176,16 @@ class VllmEngine:
         return job
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if shared memory is held while nothing runs."""
+        """Raise AssertionError if, while idle, shared memory has no owner."""
         if not self._jobs:
-            assert not self._folder.used_bytes, f"{self._folder.used_bytes} bytes of shared memory have no owner"
+            orphans = self._folder.orphans()
+            assert not orphans, f"files of shared memory without an owner: {orphans}"
 
     def _check(self, prompt: tuple[int, ...], *, at_least: int) -> None:
-        if self._closed or not self._server.running:
-            raise EngineError("vLLM is not running")
+        if self._dead:
+            raise EngineError(f"the engine died: {self._dead}", reason="engine_dead")
+        if self._closed:
+            raise EngineError("the engine is closed")
         if len(self._jobs) >= self._max_queue:
             raise CapacityError(f"{self._max_queue} requests are under way", reason="queue_full")
         longest = self.info.max_context_tokens - 1
@@ -161,6 +210,7 @@ class VllmEngine:
             job.free()
 
     def _heard(self, message: Message) -> None:
+        self._heard_s = time.monotonic()
         if isinstance(message, Alive):
             for job in list(self._prefills.values()):
                 job.alive()
@@ -172,11 +222,46 @@ class VllmEngine:
             if isinstance(message, Exported):
                 job.exported(message.pieces)
             else:
-                job.export_failed(message.detail)
+                job.end(EngineError(f"vLLM did not export the prompt's KV: {message.detail}"))
 
     def _line_ended(self) -> None:
-        if not self._closed:
-            _log.error("vllm_worker_gone", running=self._server.running, log=str(self._server.log_file))
+        self._die("one of vLLM's worker processes is gone")
+
+    async def _watch(self) -> None:
+        """Look at vLLM every now and then; whatever is wrong for good ends everything here."""
+        while not self._dead:
+            await asyncio.sleep(WATCH_S)
+            quiet_s = time.monotonic() - max([self._heard_s, *(job.began_s for job in self._jobs)])
+            if not self._server.running:
+                self._die("vLLM ended by itself")
+            elif self._jobs and quiet_s > self._stall_s:
+                self._die(f"vLLM did not end a step for {quiet_s:.0f} s with {len(self._jobs)} requests under way")
+            else:
+                await self._look()
+
+    async def _look(self) -> None:
+        try:
+            status = await self._api.health(ANSWER_S)
+            if status == 503:
+                self._die("vLLM says that its engine is dead")
+                return
+            vitals = read_vitals(await self._api.metrics(ANSWER_S))
+        except (EngineError, ValueError) as error:
+            if self._vitals.ready:
+                _log.warning("vllm_not_ready", detail=str(error))
+            self._vitals = replace(self._vitals, ready=False)
+            return
+        self._vitals = replace(vitals, ready=status == 200)
+
+    def _die(self, why: str) -> None:
+        """On the loop: nothing works any more. The worker hears of it through `load` and ends."""
+        if self._closed or self._dead:
+            return
+        self._dead = why
+        _log.error("vllm_died", detail=why, log=self._server.tail())
+        self._server.kill()
+        for job in list(self._jobs):
+            job.end(EngineError(f"the engine died: {why}", reason="engine_dead"))
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
         if not self._loop.is_closed():
@@ -186,7 +271,14 @@ class VllmEngine:
         asyncio.set_event_loop(self._loop)
         self._loop.run_forever()
 
+    async def _begin(self) -> None:
+        await self._api.open()
+        self._watching = asyncio.ensure_future(self._watch())
+
     async def _end(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         jobs = list(self._jobs)
         for job in jobs:
             job.cancel()

@@ -25,6 +25,7 @@ class KVFolder:
         self._budget = budget_bytes
         self._lock = Lock()
         self._used = 0
+        self._open: set[str] = set()
         shared = Path("/dev/shm")  # noqa: S108 (the kernel's own; the folder in it is private)
         _remove_orphans(shared)
         base = str(shared) if shared.is_dir() else None
@@ -48,16 +49,26 @@ class KVFolder:
             if self._used + nbytes > self._budget:
                 raise CapacityError("no shared memory is left for another prompt's KV", reason="kv_memory")
             self._used += nbytes
+            key = secrets.token_hex(8)
+            self._open.add(key)
         try:
-            return KVFile(self, self.path / secrets.token_hex(8), manifest, offsets, nbytes)
+            return KVFile(self, self.path / key, manifest, offsets, nbytes)
         except OSError as error:
-            self.give_back(nbytes)
+            self.give_back(key, nbytes)
             raise CapacityError(f"no shared memory for another prompt's KV: {error}", reason="kv_memory") from error
 
-    def give_back(self, nbytes: int) -> None:
-        """A file of so many bytes is gone."""
+    def give_back(self, key: str, nbytes: int) -> None:
+        """File `key` of so many bytes is gone."""
         with self._lock:
             self._used -= nbytes
+            self._open.remove(key)
+
+    def orphans(self) -> list[str]:
+        """Files of requests that are over, still there."""
+        with self._lock:
+            return [
+                name for name in os.listdir(self.path) if _is_key(name) and name.partition(".")[0] not in self._open
+            ]
 
     def close(self) -> None:
         """Remove the folder and all that is left in it. Idempotent."""
@@ -79,8 +90,12 @@ class KVFile:
         self.owner: object = self
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
-            os.ftruncate(descriptor, nbytes)
+            # Really there, or an error now: a write to a page that is not there later would end the process.
+            os.posix_fallocate(descriptor, 0, nbytes)
             self._memory = mmap.mmap(descriptor, nbytes)
+        except OSError:
+            path.unlink()
+            raise
         finally:
             os.close(descriptor)
 
@@ -103,7 +118,12 @@ class KVFile:
         self.path.unlink(missing_ok=True)
         with contextlib.suppress(BufferError):  # a view is left: the mapping goes with it
             self._memory.close()
-        self._folder.give_back(self.nbytes)
+        self._folder.give_back(self.key, self.nbytes)
+
+
+def _is_key(name: str) -> bool:
+    head, _, _ = name.partition(".")
+    return len(head) == 16 and all(char in "0123456789abcdef" for char in head)
 
 
 def _remove_orphans(shared: Path) -> None:

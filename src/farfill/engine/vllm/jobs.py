@@ -38,8 +38,8 @@ class Job:
         self._loop = loop
         self._over = over
         self._task: asyncio.Task[None] | None = None
-        self._cancelled = False
-        self._began_s = time.monotonic()
+        self._error: FarfillError | None = None
+        self.began_s = time.monotonic()
 
     def launch(self) -> None:
         """On the loop: begin, unless it was cancelled meanwhile."""
@@ -47,21 +47,23 @@ class Job:
 
     def cancel(self) -> None:
         """Withdraw it; from any thread, idempotent."""
-        self._loop.call_soon_threadsafe(self._cancel)
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self.end, CancelledWorkError("the work was withdrawn"))
 
-    def _cancel(self) -> None:
-        self._cancelled = True
+    def end(self, error: FarfillError) -> None:
+        """On the loop: end it with `error`, unless it has ended."""
+        self._error = self._error or error
         if self._task is not None:
             self._task.cancel()
 
     async def _guarded(self) -> None:
         error: Exception | None = None
         try:
-            if self._cancelled:
-                raise asyncio.CancelledError
+            if self._error is not None:
+                raise self._error
             await self.run()
         except asyncio.CancelledError:
-            error = CancelledWorkError("the work was withdrawn")
+            error = self._error or CancelledWorkError("the work was withdrawn")
         except FarfillError as failure:
             error = failure
         except Exception as failure:
@@ -99,8 +101,7 @@ class PrefillJob(Job):
         self._api = api
         self.file = file
         self._missing = set(range(len(file.manifest.pieces)))
-        self._changed = asyncio.Event()
-        self._export_error = ""
+        self._complete = asyncio.Event()
         self._done = False
 
     @property
@@ -118,14 +119,10 @@ class PrefillJob(Job):
         new = [piece for piece in pieces if piece in self._missing]
         self._missing.difference_update(new)
         self.waiting = False
-        self._changed.set()
         if new and not self._done:
             self._sink.pieces_ready([(piece, self.file.buffer(piece).toreadonly()) for piece in new])
-
-    def export_failed(self, detail: str) -> None:
-        """Some never will be."""
-        self._export_error = detail
-        self._changed.set()
+        if not self._missing:
+            self._complete.set()
 
     def alive(self) -> None:
         """vLLM ended a step."""
@@ -140,22 +137,21 @@ class PrefillJob(Job):
                 "token_ids": list(self._work.prompt[:-1]),
                 "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
                 "cache_salt": self._work.cache_salt or None,
-                "priority": 0,
+                "priority": self._work.priority,
                 "kv_transfer_params": export_params(ExportParams(self.file.key, str(self.file.path), num_tokens)),
             }
         )
-        async with asyncio.timeout(LAST_EXPORTS_S):
-            while self._missing and not self._export_error:
-                self._changed.clear()
-                await self._changed.wait()
-        if self._missing:
-            raise EngineError(f"vLLM did not export the prompt's KV: {self._export_error}")
+        try:
+            async with asyncio.timeout(LAST_EXPORTS_S):
+                await self._complete.wait()
+        except TimeoutError as error:
+            raise EngineError(f"vLLM did not export {len(self._missing)} pieces of the prompt's KV") from error
         self._done = True
         cached = _cached_tokens(answer)
         self._sink.finished(
             PrefillStats(
                 queued_s=0.0,
-                compute_s=time.monotonic() - self._began_s,
+                compute_s=time.monotonic() - self.began_s,
                 computed_tokens=num_tokens - cached,
                 cached_tokens=cached,
             )
@@ -194,6 +190,7 @@ class GenerateJob(Job):
         self._fields = sampling_fields(work.sampling, max_tokens)
         self._texts = [_text(work, vocabulary) for _ in range(work.sampling.n)]
         self._open = set(range(work.sampling.n))
+        self._silent = set(range(work.sampling.n))
 
     async def run(self) -> None:
         """Stream until each choice ended."""
@@ -201,6 +198,7 @@ class GenerateJob(Job):
             "token_ids": list(self._work.prompt),
             "sampling_params": self._fields,
             "cache_salt": self._work.cache_salt or None,
+            "priority": self._work.priority,
             "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }
         if self._file is not None and self._valid_tokens:
@@ -218,7 +216,10 @@ class GenerateJob(Job):
                 if self.waiting and part.get("choices"):
                     self._prefilled(part)
                 for choice in part.get("choices") or ():
+                    self._silent.discard(choice["index"])
                     self._choice(choice)
+                if not self._silent:
+                    self.free()
                 if not self._open:
                     return
         raise EngineError("vLLM ended the stream before every choice was finished")
@@ -228,19 +229,18 @@ class GenerateJob(Job):
         self._sink.failed(error)
 
     def free(self) -> None:
-        """The prompt's KV is inside vLLM, or not wanted."""
+        """Every choice has the prompt's KV inside vLLM, or nobody wants it."""
         if self._file is not None:
             self._file.release()
 
     def _prefilled(self, part: dict[str, Any]) -> None:
         self.waiting = False
-        self.free()
         num_tokens = len(self._work.prompt) - 1
         cached = min(max(0, _cached_tokens(part) - self._valid_tokens), num_tokens - self._valid_tokens)
         self._sink.prefilled(
             PrefillStats(
                 queued_s=0.0,
-                compute_s=time.monotonic() - self._began_s,
+                compute_s=time.monotonic() - self.began_s,
                 computed_tokens=num_tokens - self._valid_tokens - cached,
                 cached_tokens=cached,
             )

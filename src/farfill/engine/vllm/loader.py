@@ -4,33 +4,39 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import blake3
 from tokenizers import Tokenizer
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.core.errors import ConfigError, EngineError
-from farfill.core.layout import KVLayout
+from farfill.engine.fingerprint import fingerprint
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import EngineInfo
-from farfill.engine.vllm.engine import VllmEngine
+from farfill.engine.vllm.engine import STALL_S, VllmEngine
 from farfill.engine.vllm.files import KVFolder
 from farfill.engine.vllm.layout import identity_of, layout_of
-from farfill.engine.vllm.messages import Hello
 from farfill.engine.vllm.server import VllmServer
 
 START_TIMEOUT_S = 600.0
 _MIB = 1 << 20
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-_NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 
 
-def load_engine(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path) -> VllmEngine:
-    """Start vLLM on the model folder and wait until it serves.
+def load_engine(
+    model: ModelConfig,
+    engine: EngineConfig,
+    prefill: PrefillConfig,
+    base_dir: Path,
+    *,
+    stopped: Callable[[], bool] = lambda: False,
+    stall_s: float = STALL_S,
+) -> VllmEngine:
+    """Start vLLM on the model folder and wait until it serves. `stall_s`: see `VllmEngine`.
 
-    Raises ConfigError for a folder that is none or where vLLM is not installed, EngineError when it does not come up.
+    Raises ConfigError for a folder that is none, ModuleNotFoundError where vLLM is not installed, EngineError when it
+    does not come up, CancelledWorkError when `stopped` says so meanwhile.
     """
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
@@ -51,7 +57,7 @@ def load_engine(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig
         chunk_tokens=prefill.chunked_prefill_tokens,
     )
     try:
-        hellos = server.wait_ready(START_TIMEOUT_S)
+        hellos = server.wait_ready(START_TIMEOUT_S, stopped)
         layout = layout_of(hellos, prefill.chunked_prefill_tokens)
     except BaseException:
         server.stop()
@@ -60,7 +66,7 @@ def load_engine(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig
     info = EngineInfo(
         engine="vllm",
         model=model.name,
-        fingerprint=fingerprint(path, layout, hellos[0]),
+        fingerprint=fingerprint(path, identity_of(hellos[0]), layout),
         layout=layout,
         max_context_tokens=context,
         vocab_size=int(config["vocab_size"]),
@@ -68,19 +74,7 @@ def load_engine(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig
     )
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     vocabulary = Vocabulary.of(tokenizer, _eos_ids(path, config), info.vocab_size)
-    return VllmEngine(info, vocabulary, server, folder, max_queue=engine.max_queue)
-
-
-def fingerprint(folder: Path, layout: KVLayout, hello: Hello) -> str:
-    """32 hex digits over everything that decides what a block of vLLM's cache means."""
-    digest = blake3.blake3(repr((identity_of(hello), layout)).encode())
-    config = {key: value for key, value in _read_config(folder).items() if key not in _NOT_IDENTITY}
-    digest.update(json.dumps(config, sort_keys=True).encode())
-    present = [folder / name for name in _FILES if (folder / name).is_file()]
-    for path in (*present, *sorted(folder.glob("*.safetensors"))):
-        content = blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(path).digest()
-        digest.update(path.name.encode() + b"\0" + content)
-    return digest.hexdigest(length=16)
+    return VllmEngine(info, vocabulary, server, folder, max_queue=engine.max_queue, stall_s=stall_s)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

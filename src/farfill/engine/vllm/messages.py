@@ -102,7 +102,7 @@ def import_params(params: ImportParams) -> dict[str, object]:
 
 def read_params(raw: object) -> ExportParams | ImportParams | None:
     """Ours in `kv_transfer_params`; None when there are none. Raises msgspec.ValidationError."""
-    if not isinstance(raw, dict) or PARAMS_KEY not in raw:
+    if not isinstance(raw, dict) or raw.get(PARAMS_KEY) is None:
         return None
     return msgspec.convert(raw[PARAMS_KEY], ExportParams | ImportParams)
 

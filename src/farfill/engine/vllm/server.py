@@ -10,11 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from farfill.config.paths import child_environment
-from farfill.core.errors import ConfigError, EngineError
+from farfill.config.processes import start_child
+from farfill.core.errors import CancelledWorkError, ConfigError, EngineError
 from farfill.engine.vllm.line import ConnectorLine
 from farfill.engine.vllm.messages import Hello
 
@@ -49,32 +49,33 @@ class VllmServer:
             "vllm.entrypoints.openai.api_server",
             f"--model={model}",
             f"--uds={self.socket}",
-            "--tokens-only",
+            # Its endpoint for tokens alone; not --tokens-only, which leaves out the tokenizer that grammars need.
+            "--enable-scale-out",
             "--served-model-name=model",
+            "--structured-outputs-config.backend=guidance",
+            "--scheduling-policy=priority",
             "--enable-prompt-tokens-details",
             f"--kv-transfer-config={json.dumps(transfer)}",
             *_prefix_cache(model),
             *options,
         ]
         with self.log_file.open("wb") as log:
-            self._process = subprocess.Popen(
-                command,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env=child_environment(_ENVIRONMENT),
-                start_new_session=True,
-            )
+            self._process = start_child(command, log, _ENVIRONMENT)
 
     @property
     def running(self) -> bool:
         """Whether the process lives."""
         return self._process.poll() is None
 
-    def wait_ready(self, timeout_s: float) -> list[Hello]:
-        """What its cache is made of, once it answers. Raises EngineError with the end of its log otherwise."""
+    def wait_ready(self, timeout_s: float, stopped: Callable[[], bool]) -> list[Hello]:
+        """What its cache is made of, once it answers.
+
+        Raises EngineError with the end of its log otherwise, CancelledWorkError when `stopped` says so.
+        """
         end_s = time.monotonic() + timeout_s
         while time.monotonic() < end_s:
+            if stopped():
+                raise CancelledWorkError("told to stop while vLLM was starting")
             if not self.running:
                 raise EngineError(f"vLLM ended with {self._process.returncode} while starting:\n{self.tail()}")
             hellos = self.line.wait(_POLL_S)
@@ -82,6 +83,10 @@ class VllmServer:
                 return hellos
             time.sleep(_POLL_S if hellos is not None else 0)
         raise EngineError(f"vLLM was not ready after {timeout_s:.0f} s:\n{self.tail()}")
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group: it does not listen any more."""
+        self._signal(signal.SIGKILL)
 
     def stop(self) -> None:
         """SIGTERM, and SIGKILL to the whole group after a while. Idempotent."""

@@ -120,6 +120,11 @@ def test_a_failed_step_leaves_no_trace(loaded: Any, monkeypatch: pytest.MonkeyPa
     assert greedy(executor, rows, 4) == (expected, logits)
 
 
+def test_every_architecture_is_documented() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "models.md").read_text()
+    assert not [name for name in (*ARCHITECTURES, *REFUSED) if f"`{name}`" not in page]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_exact_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from farfill.engine.torch import layout

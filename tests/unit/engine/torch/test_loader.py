@@ -15,9 +15,9 @@ from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.core.errors import ConfigError, ModelUnsupportedError
 from farfill.core.layout import TensorKind
 from farfill.engine.fake import EOS_ID, byte_tokenizer
+from farfill.engine.fingerprint import fingerprint
 from farfill.engine.torch import load_engine
 from farfill.engine.torch.layout import derive_shape
-from farfill.engine.torch.loader import fingerprint
 
 
 @pytest.fixture(autouse=True)
