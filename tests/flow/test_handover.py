@@ -94,7 +94,7 @@ async def failed(sending: asyncio.Future[Any]) -> str:
 @pytest.mark.parametrize("two", [{}, {"layout": HYBRID}], indirect=True, ids=["full", "hybrid"])
 async def test_second_sender_brings_only_what_the_first_did_not(two: Two) -> None:
     ends, total = two.ends, two.slot.manifest.total_bytes
-    first, second = ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND)
+    first, second = ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND, continues=True)
     handover = two.expect(first)
     with Relay(ends.receiver.address, rate_bytes_per_s=8 * MIB) as relay:
         sending = two.push(first, through=relay.address)
@@ -113,7 +113,7 @@ async def test_second_sender_brings_only_what_the_first_did_not(two: Two) -> Non
 
 
 async def test_sender_that_decode_lost_is_followed_by_the_next(two: Two) -> None:
-    first, second = two.ends.ticket(TOKENS), two.ends.ticket(TOKENS, prefill=SECOND)
+    first, second = two.ends.ticket(TOKENS), two.ends.ticket(TOKENS, prefill=SECOND, continues=True)
     handover = two.expect(first, timeout_s=0.5)
     sending = two.push(first, count=3)  # then silence
     status = await handover.status(first.transfer_id, 10.0)
@@ -127,7 +127,7 @@ async def test_sender_that_decode_lost_is_followed_by_the_next(two: Two) -> None
 
 
 async def test_second_sender_may_come_before_it_is_named(two: Two) -> None:
-    first, second = two.ends.ticket(TOKENS), two.ends.ticket(TOKENS, prefill=SECOND)
+    first, second = two.ends.ticket(TOKENS), two.ends.ticket(TOKENS, prefill=SECOND, continues=True)
     handover = two.expect(first)
     early = two.push(second)
     sending = two.push(first, count=2)
@@ -142,7 +142,7 @@ async def test_second_sender_may_come_before_it_is_named(two: Two) -> None:
 async def test_late_bytes_of_the_fenced_sender_never_land(two: Two) -> None:
     """The first sender was in the middle of a chunk, and goes on with other bytes after the second has taken over."""
     ends, manifest = two.ends, two.slot.manifest
-    first, second = ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND)
+    first, second = ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND, continues=True)
     handover = two.expect(first)
     piece = manifest.pieces[0]
     garbage = random.Random(1).randbytes(piece.nbytes)
@@ -183,7 +183,7 @@ async def test_late_bytes_of_the_fenced_sender_never_land(two: Two) -> None:
 
 
 async def test_first_sender_back_again_with_its_old_ticket_is_refused(two: Two) -> None:
-    first, second = two.ends.ticket(TOKENS), two.ends.ticket(TOKENS, prefill=SECOND)
+    first, second = two.ends.ticket(TOKENS), two.ends.ticket(TOKENS, prefill=SECOND, continues=True)
     handover = two.expect(first)
     sending = two.push(first, count=2)
     await until(lambda: two.ends.receiver_seen.counts["received:none"] >= 2)
@@ -197,7 +197,8 @@ async def test_first_sender_back_again_with_its_old_ticket_is_refused(two: Two) 
 
 async def test_three_senders_one_after_the_other(two: Two) -> None:
     ends, total = two.ends, two.slot.manifest.total_bytes
-    tickets = [ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND), ends.ticket(TOKENS)]
+    second = ends.ticket(TOKENS, prefill=SECOND, continues=True)
+    tickets = [ends.ticket(TOKENS), second, ends.ticket(TOKENS, continues=True)]
     handover = two.expect(tickets[0])
     brought = []
     for i, ticket in enumerate(tickets[:2]):
@@ -217,7 +218,7 @@ async def test_three_senders_one_after_the_other(two: Two) -> None:
 
 async def test_nobody_left_gives_the_prefix_all_senders_brought(two: Two) -> None:
     ends = two.ends
-    first, second = ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND)
+    first, second = ends.ticket(TOKENS), ends.ticket(TOKENS, prefill=SECOND, continues=True)
     handover = two.expect(first)
     pieces_per_chunk = len(ends.layout.tensors)
     two.push(first, count=pieces_per_chunk).add_done_callback(lambda done: done.exception())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -242,3 +243,31 @@ async def test_ticket_serves_one_outgoing_transfer_at_a_time(ends: Ends) -> None
     outgoing.fail(FallbackReason.PREFILL_FAILED, "enough")
     with pytest.raises(TransferError, match="enough"):
         await outgoing.wait()
+
+
+class BrokenObserver:
+    """Every call fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: object) -> None:
+            raise RuntimeError(f"{name} is broken")
+
+        return fail
+
+
+async def test_observer_that_always_fails_costs_no_connection(tmp_path: Path) -> None:
+    ends = Ends(tmp_path)
+    ends.sender_seen = ends.receiver_seen = BrokenObserver()  # type: ignore[assignment]
+    await ends.start()
+    try:
+        ticket = ends.ticket(2000)
+        slot = BytesSlot(ends.manifest(2000))
+        expected = ends.receiver.expect(ticket, slot, timeout_s=5)
+        outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=5)
+        outgoing.offer(make_pieces(slot.manifest))
+        outgoing.finish()
+        stats = await outgoing.wait()
+        assert (await expected.wait()).complete
+        assert stats.resent_chunks == 0
+    finally:
+        await ends.close()

@@ -60,6 +60,8 @@ class FlippingChannel:
         self.path = inner.path
         self.finish_sending = inner.finish_sending
         self.close = inner.close
+        self.hold_unsent = inner.hold_unsent
+        self.await_bytes = inner.await_bytes
         self.wants_write = False
 
     def send(self, data: memoryview) -> int:

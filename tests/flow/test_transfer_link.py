@@ -270,5 +270,6 @@ async def test_link_that_trickles_is_given_up_by_the_rate_it_had(ends: Ends) -> 
     assert error is not None
     assert not result.complete
     assert result.failure is FallbackReason.TRANSFER_TIMEOUT
-    assert "did not come whole" in result.detail
+    # A PING may wait behind the trickle for so long that the sender gives its connections up, and then the transfer.
+    assert "did not come whole" in result.detail or "not confirmed" in result.detail
     moving.check_prefix(result)

@@ -12,6 +12,7 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TransferError
 from farfill.testing.relay import Relay
 from farfill.transport.tcp import TlsTcpTransport
+from farfill.wire.frames import EarlyGrant
 from support.pki import make_pki
 from support.transfer_harness import DECODE, PREFILL, BytesSlot, Ends, config, make_pieces, transfer_threads
 
@@ -119,7 +120,7 @@ async def test_sender_keeps_within_the_credit_of_the_receiver(ends: Ends) -> Non
         await move(ends, 600, relay.address)  # the connections stand, and credit was told
         link = ends.sender._links[relay.address, DECODE]
         credit = MIB
-        link.credit(credit)
+        link.credit(credit, EarlyGrant())
         task = asyncio.create_task(move(ends, NUM_TOKENS, relay.address))
         most = 0
         while not task.done():
@@ -132,7 +133,7 @@ async def test_sender_keeps_within_the_credit_of_the_receiver(ends: Ends) -> Non
 async def test_credit_below_one_chunk_lets_chunks_through_one_by_one(ends: Ends) -> None:
     await ends.start()
     await move(ends, 600)
-    ends.sender._links[ends.receiver.address, DECODE].credit(1)
+    ends.sender._links[ends.receiver.address, DECODE].credit(1, EarlyGrant())
     await move(ends, NUM_TOKENS)
 
 

@@ -10,7 +10,8 @@ class Ticket:
     """What the gateway signs. Times are Unix seconds (wall clock); receivers allow for clock error.
 
     `prefill` and `decode` are instance names as in their certificates; `num_tokens` is how many prompt
-    tokens' KV the transfer carries (the prompt length minus one).
+    tokens' KV the transfer carries (the prompt length minus one). `continues`: another sender brought part of it, so
+    nothing leaves before the receiver has told what it holds.
     """
 
     transfer_id: str
@@ -21,3 +22,4 @@ class Ticket:
     num_tokens: int
     issued_unix_s: float
     expires_unix_s: float
+    continues: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Protocol
@@ -12,6 +13,7 @@ from farfill.clock import Clock
 from farfill.core.errors import IncompatiblePeerError, ProtocolError
 from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.door import Door
+from farfill.transfer.early import EarlyChunks, Waiting, key_of, landing_or_refused
 from farfill.transfer.hello import hello_problem
 from farfill.transfer.incoming import AwaitedTransfer, Scratch
 from farfill.transfer.limits import Liveness
@@ -22,6 +24,8 @@ from farfill.transport.protocol import ChunkSink, OutgoingFrame, PathSample, Rec
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
+    FLAG_EARLY,
+    EarlyGrant,
     FrameHeader,
     FrameType,
     HelloPayload,
@@ -38,7 +42,12 @@ class Host(Protocol):
 
     me: HelloPayload
     budget: ReceiveBudget
+    early: EarlyChunks
     allowed_peers: Sequence[str]
+
+    def early_grant(self, credit_bytes: int) -> EarlyGrant: ...
+
+    def may_open(self, session: AcceptorSession, key: bytes) -> bool: ...
 
     def peer_connected(self, peer: str, generation: str) -> None: ...
 
@@ -139,7 +148,7 @@ class Acceptor:
             changed, self._peers = peers != self._peers, peers
             credit = self.host.budget.share(peers)
         for session in everybody if changed else newcomers:
-            session.send(FrameHeader(FrameType.CREDIT, offset=credit))
+            session.send(FrameHeader(FrameType.CREDIT, offset=credit), self.host.early_grant(credit))
 
     def refused(self, peer: str | None, remote: str, reason: str, detail: str) -> None:
         """A connection was turned away; `peer` is its certified name, if it has one."""
@@ -163,6 +172,9 @@ class AcceptorSession(PeerSession):
         self._measured = measured
         self._scratch = Scratch(acceptor.host.budget, peer.name, acceptor.liveness.dead_s)
         self._refused = False
+        self._lock = Lock()
+        self._to_place: deque[Waiting] = deque()
+        self._over = False
 
     def sampled(self, path: PathSample) -> None:
         self._measured(path.rtt_s)
@@ -199,11 +211,45 @@ class AcceptorSession(PeerSession):
         if not self.welcomed:
             raise ProtocolError("CHUNK before HELLO", reason="bad_frame")
         transfer = self._host.transfer(self, header.transfer)
-        if transfer is not None:
+        early = bool(header.flags & FLAG_EARLY)
+        if transfer is not None and (transfer.opened or not early):
+            if early:
+                return landing_or_refused(lambda: transfer.landing(header, self, self._scratch), header, self)
             return transfer.landing(header, self, self._scratch)
+        if early and self._host.may_open(self, header.transfer):
+            return self._host.early.sink(header, self, self._early_landed)
         return _Stray(self._host, self, header, self._scratch)
 
+    def place(self, chunk: Waiting) -> None:
+        """See `early.Carrier`."""
+        with self._lock:
+            if not self._over:
+                self._to_place.append(chunk)
+                self.wake()
+                return
+        self._host.early.drop([chunk])
+
+    def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
+        while self._to_place:
+            chunk = self._to_place.popleft()
+            try:
+                chunk.pour(self.chunk(chunk.header, now_s))
+            finally:
+                self._host.early.release(self, chunk.memory)
+        return super().tick(now_s, path)
+
+    def _early_landed(self, chunk: Waiting) -> None:
+        key = chunk.header.transfer
+        self._host.early.keep(chunk)
+        transfer = self._host.transfer(self, key)
+        if transfer is not None and transfer.opened:  # meanwhile
+            self._host.early.opened(key_of(self, key))
+
     def closed(self, error: Exception | None) -> None:
+        with self._lock:
+            self._over = True
+        self._host.early.drop(self._to_place)
+        self._host.early.closed(self)
         if self.welcomed:
             self._acceptor.over(self)
             if isinstance(error, ProtocolError | IncompatiblePeerError):

@@ -33,6 +33,12 @@ class ReceiveBudget:
             return self._share
 
     @property
+    def current_share(self) -> int:
+        """What `share` told last."""
+        with self._changed:
+            return self._share
+
+    @property
     def leased_bytes(self) -> int:
         """Memory in use; 0 when idle."""
         with self._changed:

@@ -92,10 +92,17 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Pull:
-    """A connection can take a chunk; when none waits, one that is in flight elsewhere for `overdue_s` or longer."""
+    """A connection can take a chunk; when none waits, one of a connection that is `stuck`.
+
+    Of connections that are `unseen`, because nobody tells whether they move, only one that has had it for longer than
+    its `patience_s`. `early`: the receiver granted this connection chunks before ACCEPT.
+    """
 
     connection: int
-    overdue_s: float = math.inf
+    patience_s: float = math.inf
+    early: bool = False
+    stuck: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +213,11 @@ class SendFail:
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Encode and send this chunk on the pulling connection."""
+    """Encode and send this chunk on the pulling connection; `early`: ACCEPT was not seen yet."""
 
     chunk: int
     attempt: int
+    early: bool = False
 
 
 @dataclass(frozen=True, slots=True)

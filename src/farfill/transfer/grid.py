@@ -64,9 +64,9 @@ class ChunkGrid:
         return chunk
 
 
-def propose_chunk_bytes(total_bytes: int, connections: int, limit_bytes: int, rate_bytes_per_s: float | None) -> int:
+def propose_chunk_bytes(total_bytes: int, connections: int, limit_bytes: float, rate_bytes_per_s: float | None) -> int:
     """A chunk size for a transfer: a few chunks per connection, each short on the wire, at most `limit_bytes`."""
-    wanted = min(total_bytes // (connections * CHUNKS_PER_CONNECTION), PREFERRED_MAX_BYTES, limit_bytes)
+    wanted = min(total_bytes // (connections * CHUNKS_PER_CONNECTION), int(min(PREFERRED_MAX_BYTES, limit_bytes)))
     if rate_bytes_per_s is not None:
         wanted = min(wanted, int(rate_bytes_per_s * CHUNK_S / connections))
     return max(MIN_CHUNK_BYTES, wanted // MIN_CHUNK_BYTES * MIN_CHUNK_BYTES)

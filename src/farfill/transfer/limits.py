@@ -28,6 +28,7 @@ _KNOWN_REASONS = frozenset(
         *("ticket_malformed", "ticket_forged", "ticket_expired", "ticket_not_yet_valid", "ticket_replayed"),
         *("ticket_wrong_peer", "ticket_wrong_fingerprint", "ticket_wrong_transfer"),
         *("not_expected", "too_many_parked", "unknown_transfer", "connection_lost"),
+        "early_refused",
     }
 )
 _FALLBACK_BY_REASON = {

@@ -23,7 +23,7 @@ from farfill.kv.codec import ChunkCodec
 from farfill.topology.connections import ConnectionTuner
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.encoder import ChunkEncoder, EncodedChunk
-from farfill.transfer.events import Control, LinkUp, Tick
+from farfill.transfer.events import Control, LinkUp, Pull, Tick
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.outgoing import PushedTransfer
@@ -34,12 +34,24 @@ from farfill.transfer.turns import Turns
 from farfill.transport.protocol import OutgoingFrame, PathSample, Transport
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
-from farfill.wire.frames import HelloPayload, ReasonPayload
+from farfill.wire.frames import EarlyGrant, HelloPayload, ReasonPayload
 
 # An acknowledgement that takes this many times what link and queue explain is overdue.
 OVERDUE_FACTOR = 4.0
-OVERDUE_MIN_S = 1.0
 OVERDUE_UNKNOWN_S = 2.0
+SLOW_ACCEPT_ROUND_TRIPS = 3.0
+# No more leaves before ACCEPT than fills the line until it can come: it may say that much of it is held there already.
+EARLY_ROUND_TRIPS = 2.0
+EARLY_MIN_CHUNKS = 4
+EARLY_UNKNOWN_BYTES = 4 * 1024 * 1024
+# Unsent bytes of all connections together: so much of the link's rate, so that threads need not wake for every packet,
+# and no more than a part of what waits, so that all connections end at about the same time.
+UNSENT_S = 0.05
+UNSENT_PART = 4
+UNSENT_RENEWED_S = 0.005
+UNSENT_UNKNOWN_BYTES = 2 * 1024 * 1024
+UNSENT_MIN_BYTES = 16 * 1024
+UNSENT_MAX_BYTES = 512 * 1024
 
 _log = structlog.get_logger(__name__)
 
@@ -107,6 +119,9 @@ class PeerLink:
         self._unsettled_bytes = 0
         self._reserved_bytes = 0
         self._credit_bytes = math.inf
+        self._grant = EarlyGrant()
+        self._early_bytes = 0
+        self._unsent = float("-inf"), UNSENT_MAX_BYTES
         self._withheld = False
         self._used_s = clock.now_s()
         self._tuner = ConnectionTuner(None if config.connections == "auto" else config.connections)
@@ -178,6 +193,36 @@ class PeerLink:
         return any(slot.alive for slot in [*self._slots, *self._retired])
 
     @property
+    def busy(self) -> bool:
+        """Whether chunks are on their way."""
+        return self._unsettled_bytes > 0
+
+    @property
+    def unsent_bytes(self) -> int:
+        """How much a connection may hold that has not left: what is committed to a slow one cannot go elsewhere."""
+        now_s = self.clock.now_s()
+        until_s, nbytes = self._unsent
+        if now_s >= until_s:
+            nbytes = self._measure_unsent()
+            self._unsent = now_s + UNSENT_RENEWED_S, nbytes
+        return nbytes
+
+    def _measure_unsent(self) -> int:
+        transfers = self._snapshot()
+        with self._lock:
+            rate = self.estimate.rate_bytes_per_s
+        lanes = max(1, len(self._slots))
+        waiting = sum(transfer.waiting_bytes for transfer in transfers)
+        flowing = UNSENT_UNKNOWN_BYTES if rate is None else rate * UNSENT_S
+        return int(min(UNSENT_MAX_BYTES, max(UNSENT_MIN_BYTES, min(flowing, waiting / UNSENT_PART) / lanes)))
+
+    @property
+    def chunk_limit_bytes(self) -> float:
+        """The largest chunk the receiver takes, once it has told."""
+        with self._lock:
+            return self._grant.chunk_bytes or math.inf
+
+    @property
     def connections(self) -> int:
         """How many are kept, standing or not."""
         return self._tuner.wanted if self.address else max(1, len(self._slots))
@@ -191,6 +236,25 @@ class PeerLink:
 
     def chunks_ready(self) -> None:
         self._wake()
+
+    def reserve_early(self, chunk_bytes: int, total_bytes: int) -> int:
+        with self._lock:
+            grant = self._grant
+            if not any(slot.standing for slot in self._slots) or chunk_bytes > grant.chunk_bytes:
+                return 0
+            rate, rtt_s = self.estimate.rate_bytes_per_s, self.estimate.rtt_s
+            useful = EARLY_UNKNOWN_BYTES if rate is None or rtt_s is None else EARLY_ROUND_TRIPS * rate * rtt_s
+            useful = max(EARLY_MIN_CHUNKS * chunk_bytes, int(useful))
+            nbytes = max(0, min(total_bytes, useful, grant.early_bytes - self._early_bytes))
+            self._early_bytes += nbytes
+            return nbytes
+
+    def release_early(self, nbytes: int, waited_s: float) -> None:
+        with self._lock:
+            self._early_bytes -= nbytes
+            if waited_s > SLOW_ACCEPT_ROUND_TRIPS * (self.estimate.rtt_s or 0.0):
+                self.estimate.interrupted()  # what waited there for its transfer tells nothing about the link
+                self._encoder.interrupted()
 
     def sent(self, wire_bytes: int) -> None:
         self._encoder.sent(wire_bytes)
@@ -272,29 +336,43 @@ class PeerLink:
             if frame is not None:
                 return frame
 
-    def next_chunk(self, connection: int, codec: ChunkCodec) -> tuple[PushedTransfer, OutgoingFrame] | None:
-        """The next chunk of the transfer whose turn it is; when none waits, one that is stuck on another connection."""
+    def next_chunk(
+        self, connection: int, codec: ChunkCodec, *, early: bool
+    ) -> tuple[PushedTransfer, OutgoingFrame] | None:
+        """The next chunk of the transfer whose turn it is; when none waits, one that is stuck on another connection.
+
+        `early`: the connection may carry chunks before ACCEPT.
+        """
         with self._lock:
-            overdue_s = self._overdue_s
             in_turn = self._turns.order(self._transfers.values())
-        for take_over in (False, True):
-            for transfer in in_turn:
-                ready = transfer.has_overdue(connection, overdue_s) if take_over else transfer.has_chunks
-                if not ready:
-                    continue
-                nbytes = transfer.chunk_bytes
-                if not self._reserve(transfer, nbytes):
-                    return None
-                frame: OutgoingFrame | None = None
-                try:
-                    frame = transfer.pull(connection, codec, overdue_s if take_over else math.inf)
-                finally:
-                    with self._lock:
-                        self._reserved_bytes -= nbytes
-                        self._turns.charge(transfer, (frame.size if frame is not None else 0) - nbytes)
-                if frame is not None:
-                    return transfer, frame
+        for transfer in in_turn:
+            if transfer.has_chunks(early=early):
+                taken = self._pull(transfer, Pull(connection, self._patience_s(transfer), early), codec)
+                if taken is not None or self._withheld:
+                    return taken
+        for transfer in in_turn:
+            stuck, unseen = self._stuck(transfer.overdue_on(connection))
+            if stuck or unseen:
+                pull = Pull(connection, self._patience_s(transfer), early, stuck, unseen)
+                taken = self._pull(transfer, pull, codec)
+                if taken is not None:
+                    return taken
         return None
+
+    def _pull(
+        self, transfer: PushedTransfer, pull: Pull, codec: ChunkCodec
+    ) -> tuple[PushedTransfer, OutgoingFrame] | None:
+        nbytes = transfer.chunk_bytes
+        if not self._reserve(transfer, nbytes):
+            return None
+        frame: OutgoingFrame | None = None
+        try:
+            frame = transfer.pull(pull, codec)
+        finally:
+            with self._lock:
+                self._reserved_bytes -= nbytes
+                self._turns.charge(transfer, (frame.size if frame is not None else 0) - nbytes)
+        return None if frame is None else (transfer, frame)
 
     def _reserve(self, transfer: PushedTransfer, nbytes: int) -> bool:
         """Whether the receiver's credit covers one more chunk; its bytes count from now on."""
@@ -306,10 +384,11 @@ class PeerLink:
                 self._turns.charge(transfer, nbytes)
             return not self._withheld
 
-    def credit(self, nbytes: int) -> None:
-        """The receiver allows so many unacknowledged bytes. One chunk may always travel."""
+    def credit(self, nbytes: int, grant: EarlyGrant) -> None:
+        """The receiver allows so many unacknowledged bytes, and so much before ACCEPT. One chunk may always travel."""
         with self._lock:
             self._credit_bytes = nbytes
+            self._grant = grant
         self._wake()
 
     def connected(self, generation: str) -> None:
@@ -359,7 +438,7 @@ class PeerLink:
     def sampled(self, connection: int, path: PathSample) -> None:
         """The kernel told about one connection."""
         with self._lock:
-            self._watch.sampled(connection, path)
+            self._watch.sampled(connection, path, self.clock.now_s())
 
     @property
     def rtt_s(self) -> float | None:
@@ -367,20 +446,33 @@ class PeerLink:
         with self._lock:
             return self.estimate.rtt_s
 
-    @property
-    def _overdue_s(self) -> float:
-        """How long an acknowledgement may take, from what is on its way and the measured rate."""
-        rate = self.estimate.rate_bytes_per_s
-        if rate is None:
-            return OVERDUE_UNKNOWN_S
-        expected_s = self._unsettled_bytes / rate + (self.estimate.rtt_s or 0.0)
-        return max(OVERDUE_MIN_S, OVERDUE_FACTOR * expected_s)
+    def _patience_s(self, transfer: PushedTransfer) -> float:
+        """How long the acknowledgement of a chunk sent now may take, behind all that is on its way already."""
+        with self._lock:
+            rate = self.estimate.rate_bytes_per_s
+            if rate is None:
+                return OVERDUE_UNKNOWN_S
+            ahead_bytes = self._unsettled_bytes + self._reserved_bytes + transfer.chunk_bytes
+            return OVERDUE_FACTOR * (ahead_bytes / rate + (self.estimate.rtt_s or 0.0))
+
+    def _stuck(self, connections: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """Those of them that get nothing through to speak of, and those nothing is known of."""
+        if not connections:
+            return connections, connections
+        now_s = self.clock.now_s()
+        with self._lock:
+            rate = self.estimate.rate_bytes_per_s or 0.0
+            moves = {number: self._watch.moves(number, rate, now_s) for number in connections}
+        return (
+            frozenset(number for number, moving in moves.items() if moving is False),
+            frozenset(number for number, moving in moves.items() if moving is None),
+        )
 
     def _tune(self) -> None:
         """Let the number of connections follow what the path showed."""
         now_s = self.clock.now_s()
+        busy = any(transfer.has_chunks() for transfer in self._snapshot())
         with self._lock:
-            busy = any(transfer.has_chunks for transfer in self._transfers.values())
             path = self._watch.take(now_s)
             if path is None:
                 return

@@ -7,8 +7,6 @@ returns only when no thread reads the offered bytes any more: frames still leavi
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from farfill.core.layout import TensorLayout
 from farfill.core.ticket import Ticket
 from farfill.kv.codec import ChunkCodec, Codec
 from farfill.kv.manifest import Manifest
+from farfill.transfer.account import SentAccount
 from farfill.transfer.encoder import EncodedChunk
 from farfill.transfer.events import (
     Accepted,
@@ -54,10 +53,11 @@ from farfill.transfer.grid import Chunk
 from farfill.transfer.limits import fallback_reason, known_reason
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import TransferStats
-from farfill.transfer.sender_machine import SenderMachine
+from farfill.transfer.sender_machine import EARLY_REFUSED, SenderMachine
 from farfill.transport.protocol import OutgoingFrame
 from farfill.wire.frames import (
     FLAG_CHECKSUM,
+    FLAG_EARLY,
     NO_CHECKSUM,
     AcceptPayload,
     FrameHeader,
@@ -80,6 +80,14 @@ class Link(Protocol):
 
     def encode(self, raw: memoryview, tensor: TensorLayout, offset: int, codec: ChunkCodec) -> EncodedChunk:
         """What travels of the chunk at byte `offset` of a piece, and what the receiver will hold."""
+        ...
+
+    def reserve_early(self, chunk_bytes: int, total_bytes: int) -> int:
+        """How many bytes may leave before ACCEPT; to be given back with `release_early`."""
+        ...
+
+    def release_early(self, nbytes: int, waited_s: float) -> None:
+        """The transfer was accepted, or is over, so long after it began."""
         ...
 
     def sent(self, wire_bytes: int) -> None: ...
@@ -107,7 +115,7 @@ class _Order:
 
     chunk: Chunk
     raw: memoryview
-    attempt: int
+    send: SendChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +157,10 @@ class PushedTransfer:
         self._detached = False
         self._leaving: dict[OutgoingFrame, int] = {}
         self._unsettled: dict[int, int] = {}
+        self._early_bytes = 0
         self._generation: str | None = None
         self._outcome: Future[Ended] = Future()
-        self._first_byte_s = self._finish_called_s = self._ended_s = self._began_s
-        self._raw_bytes = self._wire_bytes = self._chunks = self._resent = 0
-        self._codecs: Counter[str] = Counter()
-        self._carriers: set[int] = set()
+        self._account = SentAccount(self._began_s)
 
     # What the worker calls
 
@@ -182,7 +188,7 @@ class PushedTransfer:
 
     def finish(self) -> None:
         """See `OutgoingTransfer`."""
-        self._finish_called_s = self._clock.now_s()
+        self._account.finish_called_s = self._clock.now_s()
         self.handle(Finished())
 
     def fail(self, reason: FallbackReason, detail: str) -> None:
@@ -200,28 +206,26 @@ class PushedTransfer:
 
     def stats(self) -> TransferStats:
         """The account so far."""
-        return TransferStats(
-            raw_bytes=self._raw_bytes,
-            wire_bytes=self._wire_bytes,
-            chunks=self._chunks,
-            resent_chunks=self._resent,
-            codec=self._codecs.most_common(1)[0][0] if self._codecs else Codec.NONE.name.lower(),
-            connections=len(self._carriers),
-            first_byte_s=self._first_byte_s - self._began_s,
-            total_s=self._ended_s - self._began_s,
-            after_prefill_s=max(0.0, self._ended_s - self._finish_called_s),
-        )
+        with self._lock:
+            return self._account.stats()
 
     # What the link calls
 
     def begin(self) -> None:
-        """Ask for the OPEN to be sent."""
-        self._apply(self._machine.begin())
+        """Ask for the OPEN to be sent; chunks may follow it at once as far as the receiver granted that."""
+        chunk_bytes = self._options.chunk_bytes
+        total_bytes = self._manifest.total_bytes
+        early_bytes = 0 if self.ticket.continues else self._link.reserve_early(chunk_bytes, total_bytes)
+        with self._lock:
+            self._early_bytes = early_bytes
+            effects = self._machine.begin(chunk_bytes, early_bytes)
+        self._apply(effects)
+        if self._machine.ended is not None:
+            self._release_early()
 
-    @property
-    def has_chunks(self) -> bool:
-        """Whether `pull` may yield one."""
-        return self._machine.has_chunks
+    def has_chunks(self, *, early: bool = True) -> bool:
+        """Whether `pull` may yield one; `early`: on a connection that may carry chunks before ACCEPT."""
+        return self._machine.has_chunks(early=early)
 
     def control_frame(self, control: Control | ReasonPayload, connection: int) -> OutgoingFrame | None:
         """The frame of a queued control, about to leave on `connection`; None when it no longer matters."""
@@ -250,14 +254,19 @@ class PushedTransfer:
         """The largest chunk of the cut in force; 0 before there is one."""
         return 0 if self._machine.grid is None else self._machine.grid.chunk_bytes
 
-    def has_overdue(self, connection: int, overdue_s: float) -> bool:
-        """Whether `pull` would take over a chunk that another connection does not get through."""
-        with self._lock:
-            return self._machine.has_overdue(connection, overdue_s, self._clock.now_s())
+    @property
+    def waiting_bytes(self) -> int:
+        """About so much waits to be pulled."""
+        return self._machine.waiting * self.chunk_bytes
 
-    def pull(self, connection: int, codec: ChunkCodec, overdue_s: float = math.inf) -> OutgoingFrame | None:
-        """The next chunk as a frame for `connection`, or None. `overdue_s`: see `events.Pull`."""
-        order = self._take(connection, overdue_s)
+    def overdue_on(self, connection: int) -> frozenset[int]:
+        """Connections on which chunks are overdue; should they be stuck, `pull` by this one may take those over."""
+        with self._lock:
+            return self._machine.overdue_on(connection, self._clock.now_s())
+
+    def pull(self, pull: Pull, codec: ChunkCodec) -> OutgoingFrame | None:
+        """The next chunk as a frame for the pulling connection, or None."""
+        order = self._take(pull)
         if order is None:
             return None
         encoded: _Encoded | None = None
@@ -269,8 +278,12 @@ class PushedTransfer:
                 if self._machine.ended is not None:
                     encoded = None
                 if encoded is not None:
-                    self._leaving[encoded.frame] = connection
-                    self._account(order, encoded, connection)
+                    self._leaving[encoded.frame] = pull.connection
+                    self._unsettled[order.chunk.index] = encoded.wire_bytes
+                    self._link.sent(encoded.wire_bytes)
+                    self._account.sent(
+                        order.chunk, encoded.wire_bytes, encoded.codec, pull.connection, self._clock.now_s()
+                    )
             self._resolve()
         if encoded is None:
             return None
@@ -293,7 +306,11 @@ class PushedTransfer:
     def accepted(self, payload: AcceptPayload, generation: str) -> None:
         """ACCEPT arrived from that run of the peer."""
         self._generation = generation
+        with self._lock:
+            if self._machine.grid is not None and self._machine.grid.chunk_bytes != payload.chunk_bytes:
+                self._account.recut()
         self.handle(Accepted(payload.chunk_bytes, payload.held))
+        self._release_early()
 
     def peer_is(self, generation: str) -> None:
         """A connection now stands to that run of the peer."""
@@ -305,16 +322,17 @@ class PushedTransfer:
         grid = self._machine.grid
         if grid is None:
             raise ProtocolError(f"{header.type.name} before ACCEPT", reason="bad_frame")
-        found = grid.find(header.piece, header.offset)
-        chunk = found.index
-        acknowledged = header.type is FrameType.ACK
-        with self._lock:
-            wire_bytes = self._unsettled.pop(chunk, 0)
-        self._link.settled(wire_bytes, found.nbytes if acknowledged else 0)
-        if acknowledged:
-            self.handle(Acked(chunk))
-        else:
-            self.handle(Nacked(chunk, header.attempt, known_reason(decode_payload(ReasonPayload, payload).reason)))
+        if header.type is FrameType.ACK:
+            found = grid.find(header.piece, header.offset)
+            with self._lock:
+                wire_bytes = self._unsettled.pop(found.index, 0)
+            self._link.settled(wire_bytes, found.nbytes)
+            self.handle(Acked(found.index))
+            return
+        reason = known_reason(decode_payload(ReasonPayload, payload).reason)
+        if reason == EARLY_REFUSED and self._machine.accepted and header.offset % grid.chunk_bytes:
+            return  # of the cut before ACCEPT
+        self.handle(Nacked(grid.find(header.piece, header.offset).index, header.attempt, reason))
 
     def peer_failed(self, payload: ReasonPayload) -> None:
         """FAIL or REFUSE arrived."""
@@ -352,7 +370,7 @@ class PushedTransfer:
     def _settle_resent(self, chunk: int, reason: str) -> None:
         with self._lock:
             wire_bytes = self._unsettled.pop(chunk, 0)
-            self._resent += 1
+            self._account.resent_chunks += 1
         self._link.settled(wire_bytes, 0)
         self._observer.resent(reason)
 
@@ -363,17 +381,17 @@ class PushedTransfer:
             wire_bytes = self._unsettled.pop(chunk, 0)
         self._link.settled(wire_bytes, grid.chunk(chunk).nbytes)
 
-    def _take(self, connection: int, overdue_s: float) -> _Order | None:
+    def _take(self, pull: Pull) -> _Order | None:
         """The next chunk to read; the caller is a reader of the offered bytes from now on."""
         with self._lock:
-            effects = self._machine.handle(Pull(connection, overdue_s), self._clock.now_s())
+            effects = self._machine.handle(pull, self._clock.now_s())
             send = next((e for e in effects if isinstance(e, SendChunk)), None)
             order: _Order | None = None
             if send is not None:
                 assert self._machine.grid is not None
                 chunk = self._machine.grid.chunk(send.chunk)
                 raw = self._bytes[chunk.piece][chunk.offset : chunk.offset + chunk.nbytes].toreadonly()
-                order = _Order(chunk, raw, send.attempt)
+                order = _Order(chunk, raw, send)
                 self._readers += 1
         self._apply(effects)
         return order
@@ -389,31 +407,25 @@ class PushedTransfer:
             chunk.nbytes,
             len(encoded.wire),
             encoded.codec,
-            FLAG_CHECKSUM if self._options.checksum else 0,
+            (FLAG_CHECKSUM if self._options.checksum else 0) | (FLAG_EARLY if order.send.early else 0),
             xxhash.xxh3_128_digest(encoded.held) if self._options.checksum else NO_CHECKSUM,
-            order.attempt,
+            order.send.attempt,
         )
         return _Encoded(OutgoingFrame(header.pack(), memoryview(encoded.wire)), len(encoded.wire), encoded.codec)
 
     def _tensor(self, chunk: Chunk) -> TensorLayout:
         return self._manifest.layout.tensors[self._manifest.pieces[chunk.piece].tensor]
 
-    def _account(self, order: _Order, encoded: _Encoded, connection: int) -> None:
-        chunk = order.chunk
-        if not self._chunks:
-            self._first_byte_s = self._clock.now_s()
-        if order.attempt == 0:
-            self._chunks += 1
-            self._raw_bytes += chunk.nbytes
-        self._wire_bytes += encoded.wire_bytes
-        self._codecs[encoded.codec.name.lower()] += chunk.nbytes
-        self._carriers.add(connection)
-        self._unsettled[chunk.index] = encoded.wire_bytes
-        self._link.sent(encoded.wire_bytes)
+    def _release_early(self) -> None:
+        with self._lock:
+            nbytes, self._early_bytes = self._early_bytes, 0
+        if nbytes:
+            self._link.release_early(nbytes, self._clock.now_s() - self._began_s)
 
     def _end(self) -> None:
-        self._ended_s = self._clock.now_s()
+        self._account.ended_s = self._clock.now_s()
         self._link.ended(self)
+        self._release_early()
         with self._lock:
             leaving = list(self._leaving)
             unsettled, self._unsettled = sum(self._unsettled.values()), {}

@@ -28,11 +28,12 @@ from farfill.topology.connections import FEW
 from farfill.topology.estimate import SmoothedValue
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.budget import ReceiveBudget
+from farfill.transfer.early import SHARE, EarlyChunks, key_of
 from farfill.transfer.encoder import lossy_codec
 from farfill.transfer.events import Ended
 from farfill.transfer.incoming import AwaitedTransfer, ReceiveOptions
 from farfill.transfer.limits import fallback_reason, limits_of, liveness_of
-from farfill.transfer.observer import SilentObserver, TransferObserver
+from farfill.transfer.observer import GuardedObserver, TransferObserver
 from farfill.transfer.protocol import ExpectedTransfer
 from farfill.transfer.reach import Reach
 from farfill.transfer.tickets import TicketVerifier, check_ticket
@@ -40,6 +41,7 @@ from farfill.transport.protocol import Transport
 from farfill.transport.tcp import TlsTcpTransport
 from farfill.wire.control import PROTOCOL_VERSION
 from farfill.wire.frames import (
+    EarlyGrant,
     FrameHeader,
     FrameType,
     HelloPayload,
@@ -114,11 +116,12 @@ class KVReceiver:
         chunk_bytes = min(config.chunk_size_mb, config.receive_budget_mb // 4) * _MIB
         self.budget = ReceiveBudget(config.receive_budget_mb * _MIB, chunk_bytes)
         self._chunk_limit_bytes = chunk_bytes
+        self.early = EarlyChunks(self.budget, config.timeout_ms / 1000, clock.now_s)
         self._layout = layout
         self._verifier = verifier
         self._config = config
         self._clock = clock
-        self._observer = observer or SilentObserver()
+        self._observer = GuardedObserver(observer)
         self._lock = Lock()
         self._expected: dict[bytes, AwaitedTransfer] = {}
         self._parked: dict[bytes, _Parked] = {}
@@ -244,6 +247,18 @@ class KVReceiver:
         for transfer in waiting:
             transfer.peer_failed(fallback_reason(reason), f"{reason}: {detail}")
 
+    def early_grant(self, credit_bytes: int) -> EarlyGrant:
+        """What a sender with that credit may send before it sees ACCEPT."""
+        return EarlyGrant(credit_bytes // SHARE, self._chunk_limit_bytes)
+
+    def may_open(self, session: AcceptorSession, key: bytes) -> bool:
+        """Whether this peer may still open that transfer."""
+        with self._lock:
+            transfer = self._expected.get(key)
+            if transfer is None:
+                return key not in self._ended and key not in self._failed_early
+        return transfer.ticket.prefill == session.peer_name and not transfer.opened
+
     def opened(self, session: AcceptorSession, key: bytes, payload: OpenPayload) -> None:
         """OPEN: check everything, then serve, park or refuse."""
         try:
@@ -279,6 +294,7 @@ class KVReceiver:
             if key not in self._ended and key not in self._expected and len(self._failed_early) < MAX_PARKED:
                 until_s = self._clock.now_s() + self._config.timeout_ms / 1000
                 self._failed_early[key] = _FailedEarly(session.peer_name, payload, until_s)
+        self.early.turn_away(key_of(session, key))
 
     def transfer(self, session: AcceptorSession, key: bytes) -> AwaitedTransfer | None:
         """The live transfer of that key, if this peer may speak about it."""
@@ -322,6 +338,7 @@ class KVReceiver:
                 self._rates.setdefault(transfer.ticket.prefill, SmoothedValue()).add(rate)
             if len(self._ended) > MAX_ENDED:
                 self._ended.popitem(last=False)
+        self.early.ended(transfer.key)
 
     def _rate_of(self, peer: str) -> float | None:
         """What that sender's transfers reach, waiting for prefill included: never more than the link carries."""
@@ -367,6 +384,7 @@ class KVReceiver:
             return
         transfer.generation = session.peer_generation
         transfer.open(parked.payload.chunk_bytes, session)
+        self.early.opened(key_of(session, transfer.key))
         if not self._acceptor.sessions(session.peer_name, session.peer_generation):
             transfer.link(up=False)  # it was parked, and its connections went meanwhile
 
@@ -376,6 +394,7 @@ class KVReceiver:
         self._observer.refused(error.reason)
         _log.warning("transfer_refused", peer=session.peer_name, reason=error.reason, detail=str(error))
         session.send(FrameHeader(FrameType.FAIL, key), ReasonPayload(error.reason, str(error)[:2048]))
+        self.early.turn_away(key_of(session, key))
         transfer = self.transfer(session, key) if concerns_transfer else None
         # Its own sender showed something unusable: waiting longer brings nothing.
         if transfer is not None and not transfer.opened:
@@ -411,6 +430,7 @@ class KVReceiver:
         if self._reach is not None:
             self._reach.tick()
         self._forget()
+        self.early.forget()
 
     def _forget(self) -> None:
         """Refuse what nobody expected in time; drop records of expired tickets."""

@@ -20,7 +20,7 @@ from farfill.transfer.door import Door, ServedSession
 from farfill.transfer.grid import propose_chunk_bytes
 from farfill.transfer.limits import known_reason, limits_of, liveness_of
 from farfill.transfer.link import PeerLink
-from farfill.transfer.observer import SilentObserver, TransferObserver
+from farfill.transfer.observer import GuardedObserver, TransferObserver
 from farfill.transfer.outgoing import PushedTransfer, SendOptions
 from farfill.transfer.protocol import OutgoingTransfer
 from farfill.transfer.waiting import until
@@ -68,7 +68,7 @@ class KVSender:
         )
         self._config = config
         self._clock = clock
-        self._observer = observer or SilentObserver()
+        self._observer = GuardedObserver(observer)
         self._lock = Lock()
         self._links: dict[tuple[str, str], PeerLink] = {}
         self._retired: list[PeerLink] = []
@@ -127,7 +127,7 @@ class KVSender:
             chunk_bytes=propose_chunk_bytes(
                 manifest.total_bytes,
                 link.connections,
-                config.chunk_size_mb * _MIB,
+                min(config.chunk_size_mb * _MIB, link.chunk_limit_bytes),
                 link.estimate.rate_bytes_per_s,
             ),
             checksum=config.checksum,

@@ -2,13 +2,16 @@
 
 No I/O, no clock, no threads. Events may come in any order, twice, or late: what no longer matters yields no
 effect. It ends exactly once. Every chunk is in one state: pending (to be sent), in flight on one connection,
-doubtful (its connection broke, and the receiver was asked whether it arrived), or acknowledged.
+doubtful (its connection broke, and the receiver is asked whether it arrived), or acknowledged.
+
+With a grant of the receiver, chunks leave before ACCEPT (early), cut as proposed. The receiver answers each of them:
+ACK, or NACK `early_refused`, and then it waits for ACCEPT. Should ACCEPT name another cut, everything starts afresh.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from farfill.core.cluster import FallbackReason
@@ -44,11 +47,17 @@ from farfill.transfer.events import (
 )
 from farfill.transfer.grid import ChunkGrid, unpack_bitmap
 
+EARLY_REFUSED = "early_refused"
+# No chunk is overdue sooner.
+OVERDUE_MIN_S = 1.0
+
 
 @dataclass(slots=True)
 class _InFlight:
     connection: int
     sent_s: float
+    patience_s: float
+    early: bool
 
 
 class SenderMachine:
@@ -58,6 +67,8 @@ class SenderMachine:
         self._manifest = manifest
         self._limits = limits
         self._grid: ChunkGrid | None = None
+        self._accepted = False
+        self._early_bytes = 0
         self._offered: set[int] = set()
         self._held_pieces: set[int] = set()
         self._pending: deque[int] = deque()
@@ -65,6 +76,7 @@ class SenderMachine:
         self._doubtful: dict[int, None] = {}
         self._asked = False
         self._attempts: dict[int, int] = {}
+        self._first_attempt = 0
         self._failures: dict[int, int] = {}
         self._acked: set[int] = set()
         self._carried_by: dict[Control, int] = {}
@@ -78,25 +90,41 @@ class SenderMachine:
 
     @property
     def grid(self) -> ChunkGrid | None:
-        """The cut the receiver chose; None before ACCEPT."""
+        """The cut in force: the one proposed while chunks leave early, then the receiver's; None before either."""
         return self._grid
 
     @property
-    def has_chunks(self) -> bool:
-        """Whether a Pull would yield a chunk that waits."""
-        return self.ended is None and bool(self._pending)
+    def accepted(self) -> bool:
+        """Whether the receiver has accepted."""
+        return self._accepted
 
-    def has_overdue(self, connection: int, overdue_s: float, now_s: float) -> bool:
-        """Whether a Pull by `connection` would take over a chunk from one that is stuck."""
-        return self.ended is None and not self._pending and self._overdue(connection, overdue_s, now_s) is not None
+    def has_chunks(self, *, early: bool) -> bool:
+        """Whether a Pull would most likely yield a chunk that waits. May be asked while another thread advances."""
+        if self.ended is not None or not self._pending:
+            return False
+        return self._accepted or (early and self._grid is not None and self._early_bytes >= self._next_bytes)
+
+    def overdue_on(self, connection: int, now_s: float) -> frozenset[int]:
+        """The other connections that have had a chunk for long, should one of them be stuck."""
+        if self.ended is not None or self._pending:
+            return frozenset()
+        return frozenset(flight.connection for _, flight in self._long_in_flight(connection, now_s))
+
+    @property
+    def waiting(self) -> int:
+        """Chunks to be sent."""
+        return len(self._pending)
 
     @property
     def inflight(self) -> int:
         """Chunks sent and not yet acknowledged."""
         return len(self._inflight)
 
-    def begin(self) -> list[SenderEffect]:
-        """The first effects."""
+    def begin(self, proposed_bytes: int = 0, early_bytes: int = 0) -> list[SenderEffect]:
+        """The first effects. `early_bytes` may leave before ACCEPT, in the cut that OPEN proposes."""
+        if early_bytes and self.ended is None:
+            self._grid = ChunkGrid(self._manifest, proposed_bytes)
+            self._early_bytes = early_bytes
         return [SendControl(Control.OPEN)]
 
     def handle(self, event: SenderEvent, now_s: float) -> list[SenderEffect]:  # noqa: PLR0911, PLR0912 (a table)
@@ -104,14 +132,16 @@ class SenderMachine:
         if self.ended is not None:
             return []
         match event:
-            case Pull(connection, overdue_s):
-                return self._pull(connection, overdue_s, now_s)
+            case Pull():
+                return self._pull(event, now_s)
             case Acked(chunk):
                 return self._ack(chunk, now_s)
             case Nacked(chunk, attempt, reason):
                 if chunk not in self._inflight or self._attempts[chunk] != attempt:
                     return []
-                del self._inflight[chunk]
+                flight = self._inflight.pop(chunk)
+                if reason == EARLY_REFUSED and flight.early:
+                    return self._take_back(chunk)
                 return self._requeue([chunk], reason, FallbackReason.CHECKSUM)
             case Offered(pieces):
                 return self._offer(pieces)
@@ -144,30 +174,60 @@ class SenderMachine:
             case Failed(reason, detail):
                 return self._end(reason, detail, tell=True)
 
-    def _pull(self, connection: int, overdue_s: float, now_s: float) -> list[SenderEffect]:
+    def _pull(self, pull: Pull, now_s: float) -> list[SenderEffect]:
         effects: list[SenderEffect] = []
-        if self._pending:
+        if self.has_chunks(early=pull.early):
             chunk = self._pending.popleft()
         else:
-            overdue = self._overdue(connection, overdue_s, now_s)
-            if overdue is None:
+            stuck = None if self._pending else self._take_over(pull, now_s)
+            if stuck is None:
                 return []
-            chunk = overdue
+            chunk = stuck
             del self._inflight[chunk]
             self._attempts[chunk] += 1
             effects.append(Resent(chunk, "overdue"))
-        self._inflight[chunk] = _InFlight(connection, now_s)
+        early = not self._accepted
+        if early:
+            self._early_bytes -= self._nbytes(chunk)
+        self._inflight[chunk] = _InFlight(pull.connection, now_s, pull.patience_s, early)
         self._sent_s = now_s
-        return [*effects, SendChunk(chunk, self._attempts.setdefault(chunk, 0)), *self._check_finish(now_s)]
+        attempt = self._attempts.setdefault(chunk, self._first_attempt)
+        return [*effects, SendChunk(chunk, attempt, early), *self._check_finish(now_s)]
 
-    def _overdue(self, connection: int, overdue_s: float, now_s: float) -> int | None:
-        """The chunk longest in flight, if that is too long and elsewhere; each is taken over a few times only."""
-        for chunk, flight in self._inflight.items():
-            if now_s - flight.sent_s < overdue_s:
-                return None
-            if flight.connection != connection and self._attempts[chunk] <= self._limits.retry:
+    @property
+    def _next_bytes(self) -> int:
+        try:
+            return self._nbytes(self._pending[0])
+        except IndexError:
+            return 0
+
+    def _nbytes(self, chunk: int) -> int:
+        assert self._grid is not None
+        return self._grid.chunk(chunk).nbytes
+
+    def _take_back(self, chunk: int) -> list[SenderEffect]:
+        """The receiver had no use for it yet: no failure of the link, and no more of them before ACCEPT."""
+        self._early_bytes = 0
+        self._attempts[chunk] += 1
+        self._pending.appendleft(chunk)
+        return [Resent(chunk, EARLY_REFUSED), *([ChunksReady()] if self._accepted else [])]
+
+    def _take_over(self, pull: Pull, now_s: float) -> int | None:
+        for chunk, flight in self._long_in_flight(pull.connection, now_s):
+            late = flight.connection in pull.unseen and now_s - flight.sent_s >= flight.patience_s
+            if late or flight.connection in pull.stuck:
                 return chunk
         return None
+
+    def _long_in_flight(self, connection: int, now_s: float) -> Iterator[tuple[int, _InFlight]]:
+        """On other connections than this one, the longest first; each chunk is taken over a few times only."""
+        if not self._accepted:
+            return
+        for chunk, flight in self._inflight.items():
+            if now_s - flight.sent_s < OVERDUE_MIN_S:
+                return
+            if flight.connection != connection and self._attempts[chunk] <= self._limits.retry:
+                yield chunk, flight
 
     def _ack(self, chunk: int, now_s: float) -> list[SenderEffect]:
         if self._grid is None or not 0 <= chunk < self._grid.num_chunks:
@@ -199,16 +259,20 @@ class SenderMachine:
             self._doubtful[chunk] = None
         effects: list[SenderEffect] = []
         for control in (Control.OPEN, Control.RESUME, Control.FINISH):
-            unanswered = {Control.OPEN: self._grid is None, Control.RESUME: self._asked}.get(control, True)
+            unanswered = {Control.OPEN: not self._accepted, Control.RESUME: self._asked}.get(control, True)
             if unanswered and self._carried_by.get(control) == connection:
                 del self._carried_by[control]
                 effects.append(SendControl(control))
-        if self._doubtful and not self._asked:
-            self._asked = True
-            self._carried_by.pop(Control.RESUME, None)
-            self._waiting_since_s = now_s
-            effects.append(SendControl(Control.RESUME))
-        return effects
+        return [*effects, *self._ask(now_s)]
+
+    def _ask(self, now_s: float) -> list[SenderEffect]:
+        """What does the receiver hold of the doubtful chunks? It can tell once it has accepted."""
+        if not self._doubtful or self._asked or not self._accepted:
+            return []
+        self._asked = True
+        self._carried_by.pop(Control.RESUME, None)
+        self._waiting_since_s = now_s
+        return [SendControl(Control.RESUME)]
 
     def _offer(self, pieces: Iterable[int]) -> list[SenderEffect]:
         ready = False
@@ -230,20 +294,41 @@ class SenderMachine:
 
     def _accept(self, chunk_bytes: int, held: bytes, now_s: float) -> list[SenderEffect]:
         self._waiting_since_s = now_s
-        if self._grid is not None:
+        if self._accepted and self._grid is not None:
             return self._reconcile(self._grid, held, now_s)
+        effects: list[SenderEffect] = []
         try:
-            grid = ChunkGrid(self._manifest, chunk_bytes)
-            self._acked = unpack_bitmap(held, grid.num_chunks)
+            if self._grid is None or self._grid.chunk_bytes != chunk_bytes:
+                effects += self._recut(chunk_bytes)
+            assert self._grid is not None
+            held_chunks = unpack_bitmap(held, self._grid.num_chunks)
         except ProtocolError as error:
             return self._end(FallbackReason.PROTOCOL, str(error), tell=True)
-        self._grid = grid
+        grid, self._accepted = self._grid, True
+        self._acked |= held_chunks
         for piece in self._manifest.pieces:
-            if all(chunk in self._acked for chunk in grid.of_piece(piece.index)):
+            if all(chunk in held_chunks for chunk in grid.of_piece(piece.index)):
                 self._held_pieces.add(piece.index)
+        self._pending = deque(chunk for chunk in self._pending if chunk not in held_chunks)
+        for flight in self._inflight.values():
+            flight.sent_s = now_s  # how long the receiver took to accept says nothing about the link
+        return [*effects, ChunksReady(), *self._ask(now_s), *self._check_finish(now_s)]
+
+    def _recut(self, chunk_bytes: int) -> list[SenderEffect]:
+        """Another cut than the one in which chunks left early, if any did: they count as never sent.
+
+        What is still answered of them does no harm: an ACK means that these bytes are in place in the receiver's cut
+        too, and a NACK names an attempt of before.
+        """
+        self._grid = ChunkGrid(self._manifest, chunk_bytes)
+        void = [*self._inflight, *self._doubtful]
+        if self._attempts:
+            self._first_attempt = 1 + max(self._attempts.values())
+        for state in (self._inflight, self._doubtful, self._attempts, self._failures, self._acked, self._pending):
+            state.clear()
         for piece in sorted(self._offered):
             self._queue(piece)
-        return [ChunksReady(), *self._check_finish(now_s)]
+        return [Resent(chunk, "recut") for chunk in void]
 
     def _reconcile(self, grid: ChunkGrid, held: bytes, now_s: float) -> list[SenderEffect]:
         """The receiver told what it holds: of the doubtful chunks, only the others travel again."""
@@ -262,7 +347,7 @@ class SenderMachine:
 
     def _check_finish(self, now_s: float) -> list[SenderEffect]:
         """FINISH once everything was offered and has left."""
-        if not self._finished or self._grid is None or self._finish_requested:
+        if not self._finished or not self._accepted or self._finish_requested:
             return []
         missing = len(self._manifest.pieces) - len(self._offered | self._held_pieces)
         if missing:
@@ -274,20 +359,20 @@ class SenderMachine:
         return [SendControl(Control.FINISH)]
 
     def _keepalive(self, now_s: float) -> list[SenderEffect]:
-        if self._grid is None or now_s - self._sent_s < self._limits.keepalive_s:
+        if not self._accepted or now_s - self._sent_s < self._limits.keepalive_s:
             return []
         self._sent_s = now_s
         return [SendControl(Control.KEEPALIVE)]
 
     def _tick(self, now_s: float) -> list[SenderEffect]:
         limits = self._limits
-        grace_s = limits.open_grace_s if self._grid is None else limits.grace_s
-        waiting = self._grid is None or (self._finish_requested and not self._pending and not self._inflight)
+        grace_s = limits.grace_s if self._accepted else limits.open_grace_s
+        waiting = not self._accepted or (self._finish_requested and not self._pending and not self._inflight)
         late = (waiting or self._asked) and now_s - self._waiting_since_s >= limits.timeout_s
         if self._down_since_s is not None and (late or now_s - self._down_since_s >= grace_s):
             return self._end(FallbackReason.LINK_LOST, self._down_detail or "no connection is left", tell=True)
         if late:
-            what = "not accepted" if self._grid is None else "not confirmed"
+            what = "not confirmed" if self._accepted else "not accepted"
             return self._end(FallbackReason.TRANSFER_TIMEOUT, f"{what} in {limits.timeout_s:g} s", tell=True)
         # Chunks that wait for the link are no silence of ours.
         return self._keepalive(now_s) if self._pending or self._inflight or self._doubtful else []

@@ -21,6 +21,7 @@ from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
     AcceptPayload,
+    EarlyGrant,
     FrameHeader,
     FrameType,
     HelloPayload,
@@ -53,11 +54,19 @@ class Pool(Protocol):
     config: KVTransferConfig
     liveness: Liveness
 
+    @property
+    def unsent_bytes(self) -> int: ...
+
+    @property
+    def busy(self) -> bool: ...
+
     def transfer(self, key: bytes) -> PushedTransfer | None: ...
 
     def next_control(self, connection: int) -> OutgoingFrame | None: ...
 
-    def next_chunk(self, connection: int, codec: ChunkCodec) -> tuple[PushedTransfer, OutgoingFrame] | None: ...
+    def next_chunk(
+        self, connection: int, codec: ChunkCodec, *, early: bool
+    ) -> tuple[PushedTransfer, OutgoingFrame] | None: ...
 
     def connected(self, generation: str) -> None: ...
 
@@ -69,7 +78,7 @@ class Pool(Protocol):
 
     def round_trip(self, seconds: float) -> None: ...
 
-    def credit(self, nbytes: int) -> None: ...
+    def credit(self, nbytes: int, grant: EarlyGrant) -> None: ...
 
     def sampled(self, connection: int, path: PathSample) -> None: ...
 
@@ -84,6 +93,7 @@ class SenderSession(PeerSession):
         self._peer = peer
         self._codec = ChunkCodec()
         self._refusal: ReasonPayload | None = None
+        self._early = False
         self._carried: dict[OutgoingFrame, PushedTransfer] = {}
         self.send(FrameHeader(FrameType.HELLO), pool.me)
 
@@ -94,7 +104,7 @@ class SenderSession(PeerSession):
         frame = self._pool.next_control(self._slot.number)
         if frame is not None or self.finishing:
             return frame
-        taken = self._pool.next_chunk(self._slot.number, self._codec)
+        taken = self._pool.next_chunk(self._slot.number, self._codec, early=self._early)
         if taken is None:
             return None
         transfer, frame = taken
@@ -109,7 +119,11 @@ class SenderSession(PeerSession):
 
     @property
     def busy(self) -> bool:
-        return bool(self._carried)
+        return self._pool.busy
+
+    @property
+    def unsent_bytes(self) -> int:
+        return self._pool.unsent_bytes
 
     def sampled(self, path: PathSample) -> None:
         self._pool.sampled(self._slot.number, path)
@@ -162,7 +176,9 @@ class SenderSession(PeerSession):
                 if round_trip_s is not None:
                     self._pool.round_trip(round_trip_s)
             case FrameType.CREDIT:
-                self._pool.credit(header.offset)
+                grant = decode_payload(EarlyGrant, payload) if len(payload) else EarlyGrant()
+                self._early = grant.early_bytes > 0
+                self._pool.credit(header.offset, grant)
             case _ if transfer is None and header.type in _ANSWERS:
                 pass  # it ended here meanwhile
             case FrameType.ACK | FrameType.NACK:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.transfer.limits import Liveness
 from farfill.transport.errors import TransportTimeoutError
-from farfill.transport.protocol import OutgoingFrame, PathSample
+from farfill.transport.protocol import UNSENT_BYTES, OutgoingFrame, PathSample
 from farfill.transport.waker import Waker
 from farfill.wire.frames import FrameHeader, FrameType, HelloPayload, Payload, ReasonPayload, encode_frame
 
@@ -88,6 +88,11 @@ class PeerSession:
     def busy(self) -> bool:
         """Whether this end has bytes on their way."""
         return False
+
+    @property
+    def unsent_bytes(self) -> int:
+        """See `transport.protocol.Session`."""
+        return UNSENT_BYTES
 
     def sampled(self, path: PathSample) -> None:
         """What the kernel measured; called now and then."""

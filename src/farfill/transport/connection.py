@@ -20,6 +20,7 @@ from farfill.wire.frames import HEADER_BYTES, FrameHeader, FrameType, unpack_hea
 
 # One TLS write call; a call must be repeated with the same length, so it bounds how long reading waits.
 WRITE_SLICE_BYTES = 256 * 1024
+MIN_SLICE_BYTES = 16 * 1024
 TURN_BYTES = 1024 * 1024  # how much one direction may move before the other gets its turn
 MAX_WAIT_S = 0.25
 WIND_DOWN_S = 1.0
@@ -37,6 +38,7 @@ class Connection:
         self._clock = clock
         self._out: OutgoingFrame | None = None
         self._out_position = 0
+        self._slice_bytes = WRITE_SLICE_BYTES
         self._write_blocked = False
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._header_bytes = 0
@@ -68,9 +70,10 @@ class Connection:
         poll = select.poll()
         poll.register(self._channel.fileno(), select.POLLIN)
         poll.register(self._waker.fileno(), select.POLLIN)
-        writing = False
+        writing = woken = False
         while True:
-            self._waker.clear()
+            self._waker.clear(woken=woken)
+            woken = False
             if self._waker.stopped:
                 raise TransportInterruptedError("closed from this side")
             wait_s = min(self._session.tick(self._clock.now_s(), self._channel.path), MAX_WAIT_S)
@@ -84,17 +87,23 @@ class Connection:
                 self._session.violated(error)
                 self._wind_down()
                 raise
-            if moved:
+            if moved or self._waker.pending:
                 continue
+            self._channel.await_bytes(1 if self._sink is None else self._sink.remaining)
             want = self._write_blocked or self._channel.wants_write
             if want != writing:
                 writing = want
                 poll.modify(self._channel.fileno(), select.POLLIN | (select.POLLOUT if want else 0))
-            poll.poll(max(0.0, wait_s) * 1000)
+            ready = poll.poll(max(0.0, wait_s) * 1000)
+            woken = any(fileno == self._waker.fileno() for fileno, _ in ready)
 
     def _write(self) -> bool:
         """Send until the channel is full, there is nothing to send, or the turn is over."""
         moved = 0
+        if not self._write_blocked:  # a call that did not get through is repeated with the same length
+            unsent_bytes = self._session.unsent_bytes
+            self._channel.hold_unsent(unsent_bytes)
+            self._slice_bytes = min(WRITE_SLICE_BYTES, max(MIN_SLICE_BYTES, unsent_bytes))
         self._write_blocked = False
         while moved < TURN_BYTES:
             if self._out is None:
@@ -102,7 +111,7 @@ class Connection:
                 self._out_position = 0
                 if self._out is None:
                     break
-            sent = self._out.send(self._out_position, WRITE_SLICE_BYTES, self._channel.send)
+            sent = self._out.send(self._out_position, self._slice_bytes, self._channel.send)
             if sent == 0:
                 self._write_blocked = True
                 break

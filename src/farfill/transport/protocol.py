@@ -17,6 +17,8 @@ from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import FrameHeader
 
+UNSENT_BYTES = 512 * 1024
+
 # Receives into a buffer without blocking: bytes received, 0 at the end of the stream, None when it would block.
 Receive = Callable[[memoryview], int | None]
 
@@ -26,7 +28,8 @@ class PathSample:
     """What the kernel measured on one connection. Counters run from its beginning.
 
     `silent_s`: how long the other host has confirmed nothing although something is on its way; a host that is alive
-    but reads slowly confirms. `delivery_bytes_per_s`: the latest rate of arrival there.
+    but reads slowly confirms. `delivery_bytes_per_s`: the latest rate of arrival there. `confirmed_bytes`: what it has
+    confirmed.
     """
 
     rtt_s: float
@@ -35,6 +38,7 @@ class PathSample:
     delivery_bytes_per_s: float
     silent_s: float
     congestion: str
+    confirmed_bytes: int = 0
 
 
 class Channel(Protocol):
@@ -59,6 +63,14 @@ class Channel(Protocol):
         ...
 
     def recv_into(self, data: memoryview) -> int | None: ...
+
+    def hold_unsent(self, nbytes: int) -> None:
+        """Take no more for sending once about so many bytes wait to leave this host; at first `UNSENT_BYTES`."""
+        ...
+
+    def await_bytes(self, nbytes: int) -> None:
+        """At least so many bytes are on their way: being readable may wait until most of them are there."""
+        ...
 
     def finish_sending(self) -> None:
         """The other side reads the end of the stream after what was sent."""
@@ -188,6 +200,11 @@ class Session(Protocol):
     @property
     def finishing(self) -> bool:
         """Whether the connection shall end once `next_frame` has no more (it then returns control frames only)."""
+        ...
+
+    @property
+    def unsent_bytes(self) -> int:
+        """How much may wait to leave this host; see `Channel.hold_unsent`."""
         ...
 
     def violated(self, error: FarfillError) -> None:

@@ -78,7 +78,8 @@ class SealedWriter:
 
     def send(self, data: memoryview) -> int:
         """Bytes sealed and taken over; 0 while earlier ones still wait for the socket. Raises OSError."""
-        if len(self._out) - self._end < RECORD_BYTES + _OVERHEAD and not self.flush():
+        # One record may wait for the socket, and small ones with it: what is sealed is committed to this connection.
+        if self._end - self._start > _SMALL_BYTES and not self.flush():
             return 0
         nbytes = min(len(data), RECORD_BYTES)
         out = self._out[self._end : self._end + nbytes + _OVERHEAD]
@@ -110,6 +111,11 @@ class SealedReader:
         self._in = memoryview(bytearray(2 * (RECORD_BYTES + _OVERHEAD)))
         self._start = self._end = 0
         self._opened = memoryview(b"")  # plain bytes the caller had no room for
+
+    @property
+    def held_bytes(self) -> int:
+        """What it received and has not handed on."""
+        return self._end - self._start + len(self._opened)
 
     def recv_into(self, data: memoryview) -> int | None:
         """See `protocol.Channel`. Raises TransportError (bad_seal) for a record that does not open, and OSError."""

@@ -13,7 +13,7 @@ import ssl
 from farfill.transport.errors import IdentityError, TransportError
 from farfill.transport.protocol import PathSample
 from farfill.transport.sealed import KEY_MESSAGE_BYTES, SealedReader, SealedWriter, key_of_message
-from farfill.transport.tcp_path import close_at_once, sample_path
+from farfill.transport.tcp_path import MAX_TLS_RECORD_BYTES, WaterMarks, close_at_once, sample_path
 from farfill.transport.tls import PeerIdentity
 
 READ_BYTES = 256 * 1024  # one call receives this much at most, so that answers are sent in between
@@ -22,6 +22,7 @@ READ_BYTES = 256 * 1024  # one call receives this much at most, so that answers 
 class TlsChannel:
     def __init__(self, sock: ssl.SSLSocket, peer: PeerIdentity) -> None:
         self._sock = sock
+        self._marks = WaterMarks(sock)
         self.peer = peer
         self.wants_write = False
 
@@ -60,6 +61,12 @@ class TlsChannel:
             raise broken(error) from error
         return filled
 
+    def hold_unsent(self, nbytes: int) -> None:
+        self._marks.hold_unsent(nbytes)
+
+    def await_bytes(self, nbytes: int) -> None:
+        self._marks.await_bytes(nbytes - MAX_TLS_RECORD_BYTES)
+
     def finish_sending(self) -> None:
         _finish_sending(self._sock)
 
@@ -80,6 +87,7 @@ class SealedChannel:
 
     def __init__(self, sock: ssl.SSLSocket, peer: PeerIdentity, writer: SealedWriter) -> None:
         self._sock = sock
+        self._marks = WaterMarks(sock)
         self.peer = peer
         self._writer = writer
         self._reader: SealedReader | None = None
@@ -118,6 +126,12 @@ class SealedChannel:
             self._key_message += part
         self._reader = SealedReader(key_of_message(self._key_message), self._sock)
         return self._reader.recv_into(data)
+
+    def hold_unsent(self, nbytes: int) -> None:
+        self._marks.hold_unsent(nbytes)
+
+    def await_bytes(self, nbytes: int) -> None:
+        self._marks.await_bytes(nbytes - (0 if self._reader is None else self._reader.held_bytes))
 
     def finish_sending(self) -> None:
         _finish_sending(self._sock)

@@ -10,29 +10,57 @@ import contextlib
 import socket
 from struct import Struct
 
-from farfill.transport.protocol import PathSample
+from farfill.transport.protocol import UNSENT_BYTES, PathSample
 
-UNSENT_LOW_WATER_BYTES = 512 * 1024
+# A record of TLS may be in OpenSSL's hands already, in part: so much less is certain to come.
+MAX_TLS_RECORD_BYTES = 17 * 1024
+MAX_AWAITED_BYTES = 128 * 1024
 PREFERRED_CONGESTION = b"bbr"  # loss on a WAN starves the usual default
 
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", None)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
 # struct tcp_info of linux/tcp.h up to tcpi_delivery_rate: unacked, last_ack_recv (ms), rtt (us), total_retrans,
-# data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every kernel since 4.9.
-_INFO = Struct("=24xI28xI8xI28xI52xIQ")
+# bytes_acked, data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every kernel since 4.9.
+_INFO = Struct("=24xI28xI8xI28xI16xQ28xIQ")
 
 
 def tune(sock: socket.socket, *, choose_congestion: bool) -> None:
     """For small frames that shall not wait, and large ones on a lossy path."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    options: list[tuple[int | None, int | bytes]] = [(_TCP_NOTSENT_LOWAT, UNSENT_LOW_WATER_BYTES)]
+    options: list[tuple[int | None, int | bytes]] = [(_TCP_NOTSENT_LOWAT, UNSENT_BYTES)]
     if choose_congestion:
         options.append((_TCP_CONGESTION, PREFERRED_CONGESTION))
     for option, value in options:
         if option is not None:
             with contextlib.suppress(OSError):  # not offered by this kernel: its default stays
                 sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+class WaterMarks:
+    """What the kernel holds of one socket before it is writable no more, or readable at all."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._unsent_bytes = UNSENT_BYTES
+        self._awaited_bytes = 1
+
+    def hold_unsent(self, nbytes: int) -> None:
+        """See `protocol.Channel`."""
+        if _TCP_NOTSENT_LOWAT is None or abs(nbytes - self._unsent_bytes) * 4 < self._unsent_bytes:
+            return
+        self._unsent_bytes = nbytes
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.IPPROTO_TCP, _TCP_NOTSENT_LOWAT, nbytes)
+
+    def await_bytes(self, nbytes: int) -> None:
+        """See `protocol.Channel`; `nbytes`: those that are certain to come to the socket."""
+        nbytes = max(1, min(nbytes, MAX_AWAITED_BYTES))
+        if nbytes == self._awaited_bytes:
+            return
+        self._awaited_bytes = nbytes
+        with contextlib.suppress(OSError):
+            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
 def sample_path(sock: socket.socket) -> PathSample | None:
@@ -46,13 +74,14 @@ def sample_path(sock: socket.socket) -> PathSample | None:
         return None
     if len(info) < _INFO.size:
         return None
-    unacked, ack_age_ms, rtt_us, retransmits, segments, delivery_rate = _INFO.unpack(info)
+    unacked, ack_age_ms, rtt_us, retransmits, acked, segments, delivery_rate = _INFO.unpack(info)
     return PathSample(
         rtt_s=rtt_us / 1e6,
         segments_sent=segments,
         segments_resent=retransmits,
         delivery_bytes_per_s=float(delivery_rate),
         silent_s=ack_age_ms / 1e3 if unacked else 0.0,
+        confirmed_bytes=acked,
         congestion=congestion.split(b"\0", 1)[0].decode("ascii", "replace"),
     )
 

@@ -7,6 +7,7 @@ import math
 import select
 import socket
 import time
+from threading import get_ident
 
 from farfill.transport.errors import TransportInterruptedError, TransportTimeoutError
 
@@ -19,6 +20,7 @@ class Waker:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._woken = False
+        self._home = 0
         self.stopped = False
 
     def fileno(self) -> int:
@@ -27,22 +29,37 @@ class Waker:
 
     def wake(self) -> None:
         """End the current or the next wait."""
-        if not self._woken:
-            self._woken = True
+        if self._woken:
+            return
+        self._woken = True
+        if get_ident() != self._home:  # the thread that looks at `pending` before it waits need not wake itself
             with contextlib.suppress(OSError):  # full: a wake is pending anyway; closed: nobody waits
                 self._writer.send(b"\0")
 
     def stop(self) -> None:
         """Wake for good: the waiting thread shall end."""
         self.stopped = True
-        self.wake()
+        self._woken = True
+        with contextlib.suppress(OSError):
+            self._writer.send(b"\0")
 
-    def clear(self) -> None:
-        """Forget pending wakes. Look for work only after this, never before."""
-        with contextlib.suppress(BlockingIOError):
-            while self._reader.recv(64):
-                pass
-        self._woken = False
+    @property
+    def pending(self) -> bool:
+        """Whether there was a wake since the last `clear`."""
+        return self._woken
+
+    def clear(self, *, woken: bool = True) -> None:
+        """Forget pending wakes. Look for work only after this, never before.
+
+        `woken` False: the caller's wait did not end by a wake, and it looks at `pending` before it waits again.
+        """
+        if not woken:
+            self._home = get_ident()
+        if woken or self._woken:
+            with contextlib.suppress(BlockingIOError):
+                while self._reader.recv(64):
+                    pass
+            self._woken = False
 
     def close(self) -> None:
         """Free both ends."""
@@ -75,6 +92,6 @@ class Waker:
         """Sleep unless woken or stopped."""
         poll = select.poll()
         poll.register(self._reader.fileno(), select.POLLIN)
-        if not self.stopped:
+        if not self.stopped and not self._woken:
             poll.poll(max(0.0, seconds) * 1000)
         self.clear()

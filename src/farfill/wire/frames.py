@@ -27,6 +27,7 @@ MIN_CHUNK_BYTES = 64 * 1024
 NO_TRANSFER = bytes(16)
 NO_CHECKSUM = bytes(16)
 FLAG_CHECKSUM = 0x01
+FLAG_EARLY = 0x02  # sent before the sender saw ACCEPT, within what the receiver granted
 MAX_CODEC = 4
 
 _MAGIC = b"FARF"
@@ -52,7 +53,7 @@ class FrameType(IntEnum):
     PING = 13
     PONG = 14
     RESUME = 15  # sender: a connection broke, which chunks do you hold? ACCEPT answers
-    CREDIT = 16  # receiver: at most `offset` bytes of yours may be unacknowledged
+    CREDIT = 16  # receiver: at most `offset` bytes of yours may be unacknowledged; a payload is an `EarlyGrant`
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ def unpack_header(data: bytes | bytearray | memoryview) -> FrameHeader:
         frame_type = FrameType(kind)
     except ValueError:
         raise ProtocolError(f"unknown frame type {kind}", reason="bad_frame") from None
-    if flags & ~FLAG_CHECKSUM:
+    if flags & ~(FLAG_CHECKSUM | FLAG_EARLY):
         raise ProtocolError(f"unknown frame flags {flags:#x}", reason="bad_frame")
     if frame_type is FrameType.CHUNK:
         if codec > MAX_CODEC:
@@ -182,8 +183,15 @@ class AcceptPayload(msgspec.Struct, array_like=True, frozen=True):
     held: bytes
 
 
-Payload = HelloPayload | ReasonPayload | OpenPayload | AcceptPayload
-_PayloadT = TypeVar("_PayloadT", HelloPayload, ReasonPayload, OpenPayload, AcceptPayload)
+class EarlyGrant(msgspec.Struct, array_like=True, frozen=True):
+    """CREDIT: chunks of up to `chunk_bytes`, `early_bytes` of them at a time, may come before their ACCEPT is seen."""
+
+    early_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+    chunk_bytes: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+
+Payload = HelloPayload | ReasonPayload | OpenPayload | AcceptPayload | EarlyGrant
+_PayloadT = TypeVar("_PayloadT", HelloPayload, ReasonPayload, OpenPayload, AcceptPayload, EarlyGrant)
 
 _encoder = msgspec.msgpack.Encoder()
 

@@ -47,13 +47,14 @@ from farfill.transfer.events import (
     WriteChunk,
 )
 from farfill.transfer.receiver_machine import TRICKLE_PATIENCE, ReceiverMachine
-from farfill.transfer.sender_machine import SenderMachine
+from farfill.transfer.sender_machine import EARLY_REFUSED, SenderMachine
 
 LAYOUT = KVLayout((TensorLayout(0, "k", TensorKind.FULL, "float32", (256, 128)),), prefill_chunk_tokens=1)
 MANIFEST = build_manifest(LAYOUT, 3)
 LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, open_grace_s=0.5, retry=2, keepalive_s=0.5)
 CHUNK = 128 * 1024
 NONE_HELD = b"\0"
+BOTH = frozenset({0, 1})
 
 
 def sending(offered: tuple[int, ...] = (0, 1, 2)) -> SenderMachine:
@@ -79,6 +80,50 @@ class TestSender:
         assert machine.handle(Pull(0), 0.0) == []
         assert ChunksReady() in machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
         assert machine.handle(Pull(0), 0.1) == [SendChunk(0, 0)]
+
+    def test_granted_chunks_leave_before_accept_and_only_where_granted(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(CHUNK, CHUNK)
+        assert ChunksReady() in machine.handle(Offered((0, 1, 2)), 0.0)
+        assert machine.handle(Pull(0), 0.0) == [], "this connection has no grant"
+        assert machine.handle(Pull(0, early=True), 0.0) == [SendChunk(0, 0, early=True)]
+        assert machine.handle(Pull(1, early=True), 0.0) == [], "the grant is used up"
+        assert machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.handle(Pull(1, early=True), 0.1) == [SendChunk(1, 0)]
+        assert machine.inflight == 2, "the early one is not sent again"
+
+    def test_refused_early_chunk_waits_for_accept_and_is_no_failure(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(CHUNK, 10 * CHUNK)
+        machine.handle(Offered((0, 1, 2)), 0.0)
+        assert machine.handle(Pull(0, early=True), 0.0) == [SendChunk(0, 0, early=True)]
+        assert machine.handle(Nacked(0, 0, EARLY_REFUSED), 0.0) == [Resent(0, EARLY_REFUSED)]
+        assert machine.handle(Pull(0, early=True), 0.0) == []
+        machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.handle(Pull(0), 0.1) == [SendChunk(0, 1)]
+        for attempt in range(1, LIMITS.retry + 1):
+            machine.handle(Nacked(0, attempt, EARLY_REFUSED), 0.1)
+            assert machine.handle(Pull(0), 0.1) == [SendChunk(0, attempt + 1)]
+        assert isinstance(machine.handle(Nacked(0, LIMITS.retry + 1, EARLY_REFUSED), 0.1)[-1], Ended), "not for ever"
+
+    def test_early_chunks_of_a_lost_connection_are_asked_for_after_accept(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(CHUNK, 10 * CHUNK)
+        machine.handle(ControlSent(Control.OPEN, 0), 0.0)
+        machine.handle(Offered((0, 1, 2)), 0.0)
+        machine.handle(Pull(1, early=True), 0.0)
+        assert machine.handle(ConnectionLost(1), 0.0) == [], "the receiver may not know the transfer yet"
+        assert SendControl(Control.RESUME) in machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert Confirmed(0) in machine.handle(Accepted(CHUNK, b"\1"), 0.2)
+
+    def test_other_cut_than_proposed_starts_afresh(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin(2 * CHUNK, 10 * CHUNK)
+        machine.handle(Offered((0, 1, 2)), 0.0)
+        machine.handle(Pull(0, early=True), 0.0)
+        assert Resent(0, "recut") in machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.handle(Nacked(0, 0, EARLY_REFUSED), 0.1) == [], "of the cut before"
+        assert machine.handle(Pull(0), 0.1) == [SendChunk(0, 1)]
 
     def test_held_chunks_are_skipped(self) -> None:
         machine = SenderMachine(MANIFEST, LIMITS, 0.0)
@@ -154,12 +199,14 @@ class TestSender:
     def test_idle_connection_takes_over_what_is_stuck_on_another(self) -> None:
         machine = sending()
         for connection in (0, 0, 1):
-            machine.handle(Pull(connection), 0.0)
-        assert machine.handle(Pull(1, 1.0), 0.9) == []
-        assert machine.has_overdue(1, 1.0, 1.0)
-        assert not machine.has_overdue(0, 1.5, 1.0)
-        assert machine.handle(Pull(1, 1.0), 1.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
-        assert machine.handle(Pull(0, 1.0), 1.0) == [Resent(2, "overdue"), SendChunk(2, 1)], "not its own"
+            machine.handle(Pull(connection, 1.0), 0.0)
+        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 0.9) == []
+        assert machine.overdue_on(1, 0.9) == frozenset()
+        assert machine.overdue_on(1, 1.0) == {0}
+        assert machine.overdue_on(0, 1.0) == {1}
+        assert machine.handle(Pull(1, 1.0, stuck=frozenset({1})), 1.0) == [], "slow, but not stuck"
+        assert machine.handle(Pull(1, 1.0, stuck=BOTH), 1.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
+        assert machine.handle(Pull(0, 1.0, stuck=BOTH), 1.0) == [Resent(2, "overdue"), SendChunk(2, 1)], "not its own"
         machine.handle(Accepted(CHUNK, NONE_HELD), 1.0)
         assert machine.handle(ConnectionLost(0), 1.0) == [SendControl(Control.RESUME)]
         assert machine.handle(Accepted(CHUNK, NONE_HELD), 1.0) == [
@@ -170,10 +217,17 @@ class TestSender:
 
     def test_chunk_is_taken_over_a_bounded_number_of_times_and_that_fails_nothing(self) -> None:
         machine = sending((0,))
-        machine.handle(Pull(0), 0.0)
-        taken = [machine.handle(Pull(1 + turn, 1.0), 10.0 * (1 + turn)) for turn in range(10)]
+        machine.handle(Pull(0, 1.0), 0.0)
+        everybody = frozenset(range(11))
+        taken = [machine.handle(Pull(1 + turn, 1.0, stuck=everybody), 10.0 * (1 + turn)) for turn in range(10)]
         assert sum(bool(effects) for effects in taken) == LIMITS.retry + 1
         assert machine.ended is None
+
+    def test_chunk_that_was_sent_behind_much_else_is_overdue_later(self) -> None:
+        machine = sending((0,))
+        machine.handle(Pull(0, 9.0), 0.0)
+        assert machine.handle(Pull(1, 1.0, unseen=BOTH), 8.9) == []
+        assert machine.handle(Pull(1, 1.0, unseen=BOTH), 9.0) == [Resent(0, "overdue"), SendChunk(0, 1)]
 
     def test_retry_is_bounded_and_the_reason_tells_what_failed(self) -> None:
         machine = sending((0,))

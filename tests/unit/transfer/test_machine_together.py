@@ -1,7 +1,8 @@
 """Both machines joined by a hostile network: any order, twice, lost, corrupted. Property: right bytes or a typed end.
 
 The network keeps every message ever sent and may deliver any of them at any time, so late chunks and stale
-acknowledgements are the rule. Connections die at will; the sender's driver is modelled in a few lines.
+acknowledgements are the rule. Connections die at will; the drivers are modelled in a few lines. Some worlds let
+chunks leave before ACCEPT, with a receiver that may choose another cut than the one they left in.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from farfill.core.cluster import FallbackReason
+from farfill.core.errors import ProtocolError
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
 from farfill.kv.manifest import build_manifest
 from farfill.transfer.events import (
@@ -52,7 +55,7 @@ from farfill.transfer.events import (
 )
 from farfill.transfer.grid import pack_bitmap
 from farfill.transfer.receiver_machine import ReceiverMachine
-from farfill.transfer.sender_machine import SenderMachine
+from farfill.transfer.sender_machine import EARLY_REFUSED, SenderMachine
 
 LAYOUT = KVLayout(
     (
@@ -65,6 +68,28 @@ MANIFEST = build_manifest(LAYOUT, 7)
 LIMITS = TransferLimits(timeout_s=4.0, grace_s=1.0, open_grace_s=0.5, retry=3, keepalive_s=0.5)
 CHUNK_BYTES = 128 * 1024
 CONNECTIONS = 3
+EVERYBODY = frozenset(range(CONNECTIONS))
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """A CHUNK frame."""
+
+    piece: int
+    offset: int
+    nbytes: int
+    attempt: int
+    early: bool
+
+
+@dataclass(frozen=True)
+class Answered:
+    """An ACK, or a NACK with its reason."""
+
+    piece: int
+    offset: int
+    attempt: int
+    reason: str | None
 
 
 @dataclass
@@ -72,6 +97,8 @@ class World:
     """Two machines, their drivers in miniature, and the messages between them."""
 
     held: frozenset[int] = frozenset()
+    early_bytes: int = 0
+    limit_bytes: int = 1 << 20
     now_s: float = 0.0
     up: list[tuple[int, Any]] = field(default_factory=list)
     down: list[Any] = field(default_factory=list)
@@ -80,11 +107,12 @@ class World:
     receiver_ends: list[Ended] = field(default_factory=list)
     writing: dict[int, int] = field(default_factory=dict)
     claims: int = 0
+    waiting: list[Chunked] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sender = SenderMachine(MANIFEST, LIMITS, 0.0)
-        self.receiver = ReceiverMachine(MANIFEST, self.held, LIMITS, 1 << 20, 0.0)
-        self.sender_does(self.sender.begin(), 0)
+        self.receiver = ReceiverMachine(MANIFEST, self.held, LIMITS, self.limit_bytes, 0.0)
+        self.sender_does(self.sender.begin(CHUNK_BYTES, self.early_bytes), 0)
         self.receiver_does(self.receiver.begin())
 
     def tell_sender(self, event: Any, connection: int = 0) -> None:
@@ -101,8 +129,13 @@ class World:
                 case SendControl(control):
                     self.up.append((connection, control))
                     self.tell_sender(ControlSent(control, connection))
-                case SendFail() | SendChunk():
+                case SendFail():
                     self.up.append((connection, effect))
+                case SendChunk(index, attempt, early):
+                    assert self.sender.grid is not None
+                    chunk = self.sender.grid.chunk(index)
+                    assert early or self.sender.accepted
+                    self.up.append((connection, Chunked(chunk.piece, chunk.offset, chunk.nbytes, attempt, early)))
                 case Ended():
                     self.sender_ends.append(effect)
                 case _:
@@ -123,16 +156,19 @@ class World:
         match message:
             case Control.OPEN:
                 self.tell_receiver(Opened(CHUNK_BYTES))
+                waiting, self.waiting = self.waiting, []
+                for chunk in waiting:
+                    self.chunk(chunk, corrupt=False, cut=False)
             case Control.KEEPALIVE:
                 self.tell_receiver(Heard())
             case Control.RESUME if self.receiver.ended is None:
                 self.tell_receiver(Resumed())
             case Control.RESUME | Control.FINISH:
                 if self.receiver.ended is not None:
-                    self.down.append(SendComplete() if self.complete else SendFail(*self.outcome))
+                    self.say_outcome()
             case SendFail(reason, detail):
                 self.tell_receiver(PeerFailed(reason, detail))
-            case SendChunk():
+            case Chunked():
                 self.chunk(message, corrupt=corrupt, cut=cut)
 
     @property
@@ -144,37 +180,60 @@ class World:
         assert self.receiver.ended is not None
         return self.receiver.ended.reason, self.receiver.ended.detail
 
-    def chunk(self, message: SendChunk, *, corrupt: bool, cut: bool) -> None:
+    def chunk(self, message: Chunked, *, corrupt: bool, cut: bool) -> None:
         """One chunk arrives, from its first byte to its last (or is cut in between)."""
+        grid = self.receiver.grid
+        if grid is None and self.receiver.ended is None:
+            assert message.early
+            if corrupt:  # there is no memory for it
+                self.answer(message, EARLY_REFUSED)
+            elif not cut:
+                self.waiting.append(message)
+            return
+        if grid is None:
+            self.say_outcome()
+            return
+        try:
+            index = grid.find(message.piece, message.offset, message.nbytes).index
+        except ProtocolError:
+            assert message.early
+            self.answer(message, EARLY_REFUSED)
+            return
         self.claims += 1
         claim = self.claims
-        begun = self.tell_receiver(ChunkBegun(message.chunk, claim))
+        begun = self.tell_receiver(ChunkBegun(index, claim))
         ended_before = self.receiver.ended is not None
         if any(isinstance(e, WriteChunk) for e in begun):
             assert not ended_before, "a fenced transfer is not written to"
-            assert message.chunk not in self.written, "verified bytes are not overwritten"
-            self.writing[claim] = message.chunk
+            assert index not in self.written, "verified bytes are not overwritten"
+            self.writing[claim] = index
         for drop in (e for e in begun if isinstance(e, DropChunk)):
             if drop.acknowledge:
-                self.down.append(Acked(message.chunk))
+                self.answer(message, None)
             elif ended_before:
-                self.down.append(SendComplete() if self.complete else SendFail(*self.outcome))
+                self.say_outcome()
             return
         if cut:
-            self.tell_receiver(ChunkAborted(message.chunk, claim))
+            self.tell_receiver(ChunkAborted(index, claim))
             return
-        for effect in self.tell_receiver(ChunkLanded(message.chunk, claim, "checksum" if corrupt else None)):
+        for effect in self.tell_receiver(ChunkLanded(index, claim, "checksum" if corrupt else None)):
             match effect:
                 case Ack(chunk):
                     assert not corrupt
                     assert chunk not in self.written
                     self.written[chunk] = claim
-                    self.down.append(Acked(chunk))
-                case Nack(chunk, reason):
+                    self.answer(message, None)
+                case Nack(_, reason):
                     assert corrupt
-                    self.down.append(Nacked(chunk, message.attempt, reason))
+                    self.answer(message, reason)
                 case _:
                     pass
+
+    def answer(self, message: Chunked, reason: str | None) -> None:
+        self.down.append(Answered(message.piece, message.offset, message.attempt, reason))
+
+    def say_outcome(self) -> None:
+        self.down.append(SendComplete() if self.complete else SendFail(*self.outcome))
 
     def arrive_down(self, message: Any) -> None:
         match message:
@@ -185,8 +244,13 @@ class World:
                 self.tell_sender(PeerCompleted())
             case SendFail(reason, detail):
                 self.tell_sender(PeerFailed(reason, detail))
-            case _:
-                self.tell_sender(message)
+            case Answered(piece, offset, attempt, reason):
+                grid = self.sender.grid
+                assert grid is not None
+                if reason == EARLY_REFUSED and self.sender.accepted and offset % grid.chunk_bytes:
+                    return
+                index = grid.find(piece, offset).index
+                self.tell_sender(Acked(index) if reason is None else Nacked(index, attempt, reason))
 
     def lose(self, connection: int) -> None:
         self.up = [(carrier, message) for carrier, message in self.up if carrier != connection]
@@ -210,7 +274,7 @@ class World:
             if self.sender.ended and self.receiver.ended:
                 return
             for connection in range(CONNECTIONS):
-                self.tell_sender(Pull(connection), connection)
+                self.tell_sender(Pull(connection, early=True), connection)
             up, self.up = self.up, []
             for _, message in up:
                 self.arrive_up(message)
@@ -225,11 +289,11 @@ class World:
 
 ACTIONS = st.one_of(
     st.tuples(st.just("offer"), st.integers(0, len(MANIFEST.pieces) - 1)),
-    st.tuples(st.just("pull"), st.integers(0, CONNECTIONS - 1), st.sampled_from([math.inf, 0.4, 0.0])),
+    st.tuples(st.just("pull"), st.integers(0, CONNECTIONS - 1), st.sampled_from([math.inf, 0.4, 0.0]), st.booleans()),
     st.tuples(st.just("up"), st.integers(0, 30), st.sampled_from(["take", "keep", "corrupt", "cut"])),
     st.tuples(st.just("down"), st.integers(0, 30), st.sampled_from(["take", "keep", "drop"])),
     st.tuples(st.just("lose"), st.integers(0, CONNECTIONS - 1)),
-    st.tuples(st.just("wait"), st.floats(0.0, 0.6)),
+    st.tuples(st.just("wait"), st.floats(0.0, 1.2)),
     st.tuples(st.just("link"), st.booleans()),
     st.tuples(st.just("heard")),
 )
@@ -239,8 +303,9 @@ def act(world: World, action: tuple[Any, ...]) -> None:
     match action:
         case ("offer", piece):
             world.tell_sender(Offered((piece,)))
-        case ("pull", connection, overdue_s):
-            world.tell_sender(Pull(connection, overdue_s), connection)
+        case ("pull", connection, patience_s, take_over):
+            stuck = EVERYBODY if take_over else frozenset()
+            world.tell_sender(Pull(connection, patience_s, early=True, stuck=stuck, unseen=EVERYBODY), connection)
         case ("up", number, how) if world.up:
             _, message = entry = world.up[number % len(world.up)]
             if how != "keep":
@@ -274,11 +339,16 @@ def act(world: World, action: tuple[Any, ...]) -> None:
 
 
 @settings(max_examples=400, deadline=None)
-@given(st.lists(ACTIONS, max_size=80), st.sampled_from([frozenset[int](), frozenset({0, 1}), frozenset({3})]))
+@given(
+    st.lists(ACTIONS, max_size=80),
+    st.sampled_from([frozenset[int](), frozenset({0, 1}), frozenset({3})]),
+    st.sampled_from([0, CHUNK_BYTES, 3 * CHUNK_BYTES, 1 << 30]),
+    st.sampled_from([1 << 20, CHUNK_BYTES // 2]),
+)
 def test_any_order_of_events_ends_with_right_bytes_or_a_typed_failure(
-    actions: list[tuple[Any, ...]], held: frozenset[int]
+    actions: list[tuple[Any, ...]], held: frozenset[int], early_bytes: int, limit_bytes: int
 ) -> None:
-    world = World(held)
+    world = World(held, early_bytes, limit_bytes)
     for action in actions:
         act(world, action)
         world.check()
@@ -291,11 +361,16 @@ def test_any_order_of_events_ends_with_right_bytes_or_a_typed_failure(
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.lists(ACTIONS, max_size=40), st.sampled_from(["sender", "receiver"]), st.lists(ACTIONS, max_size=40))
+@given(
+    st.lists(ACTIONS, max_size=40),
+    st.sampled_from(["sender", "receiver"]),
+    st.lists(ACTIONS, max_size=40),
+    st.sampled_from([0, 1 << 30]),
+)
 def test_nothing_is_written_after_either_side_failed(
-    before: list[tuple[Any, ...]], side: str, after: list[tuple[Any, ...]]
+    before: list[tuple[Any, ...]], side: str, after: list[tuple[Any, ...]], early_bytes: int
 ) -> None:
-    world = World()
+    world = World(early_bytes=early_bytes)
     for action in before:
         act(world, action)
     failure = Failed(FallbackReason.PREFILL_FAILED, "broken")
@@ -313,8 +388,9 @@ def test_nothing_is_written_after_either_side_failed(
         assert world.written == written
 
 
-def test_without_faults_every_chunk_travels_once() -> None:
-    world = World()
+@pytest.mark.parametrize("early_bytes", [0, CHUNK_BYTES, 1 << 30])
+def test_without_faults_every_chunk_travels_once(early_bytes: int) -> None:
+    world = World(early_bytes=early_bytes)
     world.tell_sender(Offered(tuple(range(len(MANIFEST.pieces)))))
     world.tell_sender(Finished())
     world.settle()

@@ -14,7 +14,7 @@ from farfill.transport.errors import TransportTimeoutError
 from farfill.transport.protocol import PathSample
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
-from farfill.wire.frames import FrameHeader, FrameType, HelloPayload, encode_frame
+from farfill.wire.frames import EarlyGrant, FrameHeader, FrameType, HelloPayload, encode_frame
 from support.transfer_harness import FINGERPRINT, config
 
 PEER = PeerIdentity("test", "near", "decode", "decode-near")
@@ -28,7 +28,8 @@ class FakePool:
         self.config = config()
         self.liveness = liveness_of(self.config)
         self.samples: list[PathSample] = []
-        self.credits: list[int] = []
+        self.busy = False
+        self.credits: list[tuple[int, EarlyGrant]] = []
 
     def connected(self, generation: str) -> None:
         pass
@@ -39,8 +40,8 @@ class FakePool:
     def sampled(self, connection: int, path: PathSample) -> None:
         self.samples.append(path)
 
-    def credit(self, nbytes: int) -> None:
-        self.credits.append(nbytes)
+    def credit(self, nbytes: int, grant: EarlyGrant) -> None:
+        self.credits.append((nbytes, grant))
 
 
 class FakeSlot:
@@ -94,4 +95,7 @@ def test_transport_that_knows_no_path_is_judged_by_silence_alone(session: Sender
 def test_credit_is_passed_on(session: SenderSession) -> None:
     pool: Any = session._pool
     session.control(FrameHeader(FrameType.CREDIT, offset=12345), memoryview(b""), 0.0)
-    assert pool.credits == [12345]
+    grant = EarlyGrant(700, 70)
+    frame = encode_frame(FrameHeader(FrameType.CREDIT), grant)
+    session.control(FrameHeader(FrameType.CREDIT, offset=6), memoryview(frame)[64:], 0.0)
+    assert pool.credits == [(12345, EarlyGrant()), (6, grant)]

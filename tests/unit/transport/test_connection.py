@@ -17,7 +17,7 @@ from farfill.core.errors import FarfillError
 from farfill.transport.connection import Connection
 from farfill.transport.errors import IdentityError, TransportError, TransportTimeoutError
 from farfill.transport.memory import MemoryNetwork
-from farfill.transport.protocol import Channel, OutgoingFrame, PathSample, Receive, Transport
+from farfill.transport.protocol import UNSENT_BYTES, Channel, OutgoingFrame, PathSample, Receive, Transport
 from farfill.transport.tcp import TlsTcpTransport, join_address, split_address
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
@@ -38,6 +38,7 @@ class Recorder:
         self.chunks: list[bytes] = []
         self.sent = 0
         self.finishing = False
+        self.unsent_bytes = UNSENT_BYTES
         self.errors: list[Exception | None] = []
         self.violations: list[FarfillError] = []
         self.abandoned = 0

@@ -84,7 +84,7 @@ def test_any_payload_is_decoded_or_refused_with_a_typed_error(kind, data: bytes)
         ({"raw_bytes": 10, "wire_bytes": 11, "codec": 2}, "oversize"),
         ({"raw_bytes": 10, "wire_bytes": 9, "codec": 0}, "oversize"),
         ({"codec": 5}, "bad_frame"),
-        ({"flags": 2}, "bad_frame"),
+        ({"flags": 4}, "bad_frame"),
         ({"type": FrameType.OPEN, "wire_bytes": MAX_CONTROL_BYTES + 1}, "oversize"),
     ],
 )

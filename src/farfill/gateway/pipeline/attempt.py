@@ -92,8 +92,10 @@ class Failure:
     breaker: Outcome
 
 
-def make_attempt(ctx: LegContext, job: Job, decode: Instance, prefill: Instance, uncached_tokens: int) -> Attempt:
-    """A fresh transfer id and ticket. Nothing is sent yet."""
+def make_attempt(
+    ctx: LegContext, job: Job, decode: Instance, prefill: Instance, uncached_tokens: int, *, continues: bool = False
+) -> Attempt:
+    """A fresh transfer id and ticket; `continues`: for what another sender began. Nothing is sent yet."""
     now_s, transfer_id = ctx.clock.unix_s(), uuid.uuid4().hex
     ticket = Ticket(
         transfer_id=transfer_id,
@@ -104,6 +106,7 @@ def make_attempt(ctx: LegContext, job: Job, decode: Instance, prefill: Instance,
         num_tokens=len(job.prompt) - 1,
         issued_unix_s=now_s,
         expires_unix_s=now_s + ctx.config.tickets.lifetime_s,
+        continues=continues,
     )
     command = PrefillCommand(
         request_id=job.request_id,

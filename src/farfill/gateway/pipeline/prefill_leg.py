@@ -133,7 +133,7 @@ class PrefillLeg:
         if prefill is None:
             ctx.observer.prefill_continued(str(failure.label), obstacle)
             return False
-        attempt = make_attempt(ctx, self._job, failed.decode, prefill, failed.uncached_tokens)
+        attempt = make_attempt(ctx, self._job, failed.decode, prefill, failed.uncached_tokens, continues=True)
         command = ContinueCommand(
             ticket=attempt.token, source=ctx.source(prefill), reason=str(failure.label), detail=failure.detail[:500]
         )
