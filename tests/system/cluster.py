@@ -43,7 +43,10 @@ class Cluster:
     With `relayed`, prefill workers are told to push KV to `kv_relay_port`, where the test puts a relay to `kv_address`.
     """
 
-    def __init__(self, plan: LocalPlan, folder: Path, *, relayed: bool = False) -> None:
+    def __init__(
+        self, plan: LocalPlan, folder: Path, *, relayed: bool = False, start_deadline_s: float = START_DEADLINE_S
+    ) -> None:
+        self._start_deadline_s = start_deadline_s
         self.folder = folder
         self.values = cluster_values(plan)
         decode = self.values["workers"][DECODE]
@@ -109,6 +112,10 @@ class Cluster:
         self._children[name].signal(signal.SIGTERM)
         return self._stopped(name)
 
+    def ended(self, name: str) -> int | None:
+        """Exit status of a member that ends by itself (that of SIGKILL when it did not in time)."""
+        return self._stopped(name)
+
     def stop_all(self) -> dict[str, int | None]:
         """Exit status of every process still running. The registry goes last: the others say goodbye to it."""
         others = [name for name in self._children if name != "registry"]
@@ -148,7 +155,7 @@ class Cluster:
             yield client, scraping
 
     def _wait(self, holds: Callable[[dict[str, str]], bool], what: str, url: str) -> None:
-        end_s = time.monotonic() + START_DEADLINE_S
+        end_s = time.monotonic() + self._start_deadline_s
         while not holds(known := _ready_workers(url)):
             for name, child in self._children.items():
                 if child.exit_code is not None:
@@ -173,9 +180,11 @@ def local_plan(model_dir: Path, name: str, **changes: Any) -> LocalPlan:
 
 
 @contextlib.contextmanager
-def running(plan: LocalPlan, folder: Path, *, relayed: bool = False) -> Iterator[Cluster]:
+def running(
+    plan: LocalPlan, folder: Path, *, relayed: bool = False, start_deadline_s: float = START_DEADLINE_S
+) -> Iterator[Cluster]:
     """A started cluster; everything is stopped at the end, and must have stopped when told to."""
-    cluster = Cluster(plan, folder, relayed=relayed)
+    cluster = Cluster(plan, folder, relayed=relayed, start_deadline_s=start_deadline_s)
     try:
         cluster.start()
         yield cluster

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from dataclasses import replace
 
@@ -25,6 +24,7 @@ from tests.vllm_engine.conftest import Pair
 from farfill.core.errors import CancelledWorkError, CapacityError, InvalidRequestError
 from farfill.engine.vllm.engine import VllmEngine
 from farfill.engine.vllm.health import read_vitals
+from farfill.kv.manifest import build_manifest
 
 FREE_WITHIN_S = 2.0
 LONG = replace(GREEDY, max_tokens=2_000)
@@ -124,12 +124,11 @@ def test_withdrawn_at_any_moment_of_the_import(pair: Pair) -> None:
 
 def test_shared_memory_has_a_bound(pair: Pair) -> None:
     work = work_of(prompt_of(4_000), "full")
-    slots = []
+    each = build_manifest(pair.decode.info.layout, 3_999).total_bytes
+    slots = [pair.decode.reserve(work) for _ in range((256 << 20) // each)]
     with pytest.raises(CapacityError) as caught:
-        for _ in itertools.count():
-            slots.append(pair.decode.reserve(work))
+        pair.decode.reserve(work)
     assert caught.value.reason == "kv_memory"
-    assert len(slots) >= 2
     for slot in slots:
         slot.release()
 

@@ -1,4 +1,4 @@
-"""vLLM that dies or stops: typed errors at once, nothing hangs, and the worker hears of it. Ends the engines it uses."""
+"""vLLM that dies or stops: typed errors at once, nothing hangs, the worker hears of it. Ends the engines it uses."""
 
 from __future__ import annotations
 

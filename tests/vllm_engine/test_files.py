@@ -18,22 +18,24 @@ from farfill.engine.vllm.files import KVFile
 from farfill.engine.vllm.messages import ExportParams, ImportParams, export_params, import_params
 
 PROMPT = prompt_of(600)
+
+
+def _replace_by_link(params: dict[str, Any], other: Path) -> None:
+    os.unlink(params["file"])
+    os.symlink(other, params["file"])
+
+
 BREAKERS: dict[str, tuple[Callable[[dict[str, Any], Path], None], str]] = {
     "missing": (lambda p, _: os.unlink(p["file"]), "No such file"),
     "short": (lambda p, _: os.truncate(p["file"], 100), "100 bytes instead of"),
     "long": (lambda p, _: os.truncate(p["file"], 10_000_000), "10000000 bytes instead of"),
     "of another request": (lambda p, _: p.update(key="0" * 16), "another request's file"),
     "elsewhere": (lambda p, other: p.update(file=str(other)), "file elsewhere"),
-    "by a link elsewhere": (lambda p, other: _replace_by_link(p, other), "file elsewhere"),
+    "by a link elsewhere": (_replace_by_link, "file elsewhere"),
     "for another prompt": (lambda p, _: p.update(num_tokens=300), "of a prompt of other length"),
     "claiming too much": (lambda p, _: p.update(valid_tokens=10_000), "of a prompt of other length"),
     "nonsense": (lambda p, _: p.update(valid_tokens="many"), "Expected `int`"),
 }
-
-
-def _replace_by_link(params: dict[str, Any], other: Path) -> None:
-    os.unlink(params["file"])
-    os.symlink(other, params["file"])
 
 
 def _ask(pair: Pair, params: dict[str, Any], *, max_tokens: int = 24) -> dict[str, Any]:

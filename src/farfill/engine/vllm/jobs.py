@@ -39,6 +39,7 @@ class Job:
         self._over = over
         self._task: asyncio.Task[None] | None = None
         self._error: FarfillError | None = None
+        self._begun = False
         self.began_s = time.monotonic()
 
     def launch(self) -> None:
@@ -53,10 +54,12 @@ class Job:
     def end(self, error: FarfillError) -> None:
         """On the loop: end it with `error`, unless it has ended."""
         self._error = self._error or error
-        if self._task is not None:
+        # A task cancelled before its first step would never run at all, and nobody would hear of its end.
+        if self._task is not None and self._begun:
             self._task.cancel()
 
     async def _guarded(self) -> None:
+        self._begun = True
         error: Exception | None = None
         try:
             if self._error is not None:

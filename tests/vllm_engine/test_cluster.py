@@ -1,0 +1,154 @@
+"""Registry, gateway and two workers with vLLM beside them, as real processes: what a user sees is what vLLM says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from tests.system.cluster import DECODE, PREFILL, Cluster, local_plan, running
+from tests.vllm_engine.calls import wait_until
+from tests.vllm_engine.conftest import Fleet
+
+from farfill.verify.client import Generation
+from farfill.verify.prompts import load_corpus
+
+START_DEADLINE_S = 400.0
+STOP_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def cluster(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A tiny Llama on vLLM; prompts from 256 tokens on go far."""
+    fleet.drop()
+    folder = tmp_path_factory.mktemp("cluster")
+    overrides: dict[str, Any] = {
+        "engine": {"type": "vllm", "vllm_args": ["--enforce-eager"], "kv_cache_mb": 256},
+        "registry": {"lease_s": 5.0},
+    }
+    plan = local_plan(fleet.model("llama"), "tiny", chunk_tokens=256, timeout_ms=20_000, overrides=overrides)
+    with running(plan, folder, start_deadline_s=START_DEADLINE_S) as cluster:
+        yield cluster
+
+
+async def test_long_prompt_goes_far_and_says_the_same(cluster: Cluster) -> None:
+    async with cluster.tools() as (client, scraping):
+        prompt = (await load_corpus(client)).prompt_of(900, variant=1)
+        far = await client.complete(Generation(prompt=prompt, max_tokens=16, salt="far", logprobs=2))
+        near = await client.complete(Generation(prompt=prompt, max_tokens=16, salt="near", forced="local", logprobs=2))
+        short = await client.complete(Generation(prompt=prompt[:40], max_tokens=4, salt="short"))
+        record = await client.record(far.request_id)
+        samples = await scraping.worker(DECODE)
+    assert (far.placement, near.placement, short.placement) == ("remote", "local", "local")
+    assert far.token_ids == near.token_ids
+    assert far.logprobs == pytest.approx(near.logprobs, abs=1e-5)
+    assert record.start is not None
+    assert record.prefill is not None
+    assert (record.start.received_tokens, record.start.computed_tokens) == (899, 0)
+    assert record.prefill.raw_bytes >= 4 * 65536 * 7
+    # vLLM's own metrics are among the worker's.
+    assert samples.total("vllm:request_success_total") >= 1
+    assert samples.has("vllm:kv_cache_usage_perc")
+    assert samples.total("farfill_transfers_total", outcome="ok") >= 1
+
+
+def test_chat_streams_through(cluster: Cluster) -> None:
+    messages: list[Any] = [{"role": "user", "content": "Tell me a long story. " * 20}]
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=120.0, max_retries=0) as client:
+        whole = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+        stream = client.chat.completions.create(
+            model="tiny", messages=messages, max_tokens=12, temperature=0, stream=True
+        )
+        pieces = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
+    assert "".join(pieces) == whole.choices[0].message.content
+    assert len([piece for piece in pieces if piece]) > 1
+    assert whole.usage is not None
+    assert whole.usage.prompt_tokens > 256
+
+
+async def test_parity_command_passes(cluster: Cluster) -> None:
+    code, out = await _farfill(
+        "parity", "--config", str(cluster.config_path), "--lengths", "5,257,600,1500", "--tokens", "16"
+    )
+    assert code == 0, out
+
+
+async def test_worker_whose_vllm_dies_ends_and_says_why(cluster: Cluster) -> None:
+    family = _vllm_of(cluster, PREFILL)
+    assert len(family) >= 3
+    family[0].kill()
+    assert await asyncio.to_thread(cluster.ended, PREFILL) == 1
+    (died,) = cluster.events(PREFILL, "vllm_died")
+    assert "vLLM" in died["detail"]
+    assert died["detail"] in cluster.log_tail(PREFILL)
+    assert not psutil.wait_procs(family, timeout=STOP_S)[1]
+
+
+async def test_the_embedded_engine_and_vllm_never_exchange_kv(cluster: Cluster) -> None:
+    torch = cluster.write_config("torch.yaml", {"engine": {"type": "torch", "vllm_args": [], "prefix_cache_mb": 0}})
+    await asyncio.to_thread(cluster.wait_known, {DECODE})
+    cluster.spawn(PREFILL, config=torch)
+    await asyncio.to_thread(cluster.wait_known, {DECODE, PREFILL})
+    async with cluster.client() as client:
+        prompt = (await load_corpus(client)).prompt_of(500, variant=2)
+        answer = await client.complete(Generation(prompt=prompt, max_tokens=4, salt="mixed"))
+    assert (answer.placement, answer.reason) == ("local", "fingerprint_mismatch")
+    assert cluster.stop(PREFILL) == 0
+
+
+async def test_drain_finishes_what_runs(cluster: Cluster) -> None:
+    family = _vllm_of(cluster, DECODE)
+    async with cluster.client() as client:
+        prompt = (await load_corpus(client)).prompt_of(100, variant=3)
+        running = asyncio.create_task(client.complete(Generation(prompt=prompt, max_tokens=600, salt="drain")))
+        await asyncio.to_thread(wait_until, lambda: _running_requests(cluster), "the request runs")
+        status = asyncio.create_task(asyncio.to_thread(cluster.stop, DECODE))
+        assert len((await running).token_ids) == 600
+        assert await status == 0
+    assert not psutil.wait_procs(family, timeout=STOP_S)[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_worker_that_ends_while_vllm_starts_takes_it_along(cluster: Cluster, number: signal.Signals) -> None:
+    cluster.spawn(DECODE)
+    wait_until(lambda: _vllm_of(cluster, DECODE), "vLLM is being started")
+    family = _vllm_of(cluster, DECODE)
+    cluster.signal(DECODE, number)
+    assert cluster.ended(DECODE) == (0 if number is signal.SIGTERM else -signal.SIGKILL)
+    assert not psutil.wait_procs(family, timeout=STOP_S)[1]
+
+
+def _vllm_of(cluster: Cluster, name: str) -> list[psutil.Process]:
+    """vLLM's processes beside a worker, its server first."""
+    children = psutil.Process(cluster.pid(name)).children()
+    servers = [child for child in children if "vllm.entrypoints.openai.api_server" in child.cmdline()]
+    return [process for server in servers for process in (server, *server.children(recursive=True))]
+
+
+def _running_requests(cluster: Cluster) -> int:
+    with urllib.request.urlopen(f"{cluster.url}/v1/farfill/instances", timeout=5) as answer:
+        return sum(entry["outstanding_requests"] for entry in json.load(answer)["instances"])
+
+
+async def _farfill(*arguments: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "farfill.cli.main",
+        *arguments,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        cwd=Path.cwd(),
+    )
+    out, _ = await process.communicate()
+    return process.returncode, out.decode()
