@@ -15,6 +15,7 @@ from farfill.cli.gateway import gateway
 from farfill.cli.parity import parity
 from farfill.cli.prefill import prefill
 from farfill.cli.registry import registry
+from farfill.cli.simulate import simulate
 from farfill.cli.up import up
 from farfill.cli.version import version
 from farfill.core.errors import ConfigError, FarfillError
@@ -35,6 +36,7 @@ app.add_typer(pki.app, name="pki")
 app.command()(parity)
 app.add_typer(link.app, name="link")
 app.add_typer(plan.app, name="plan")
+app.command()(simulate)
 app.command()(up)
 app.command()(version)
 

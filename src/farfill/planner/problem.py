@@ -18,6 +18,7 @@ from farfill.planner.model_config import Json, read_model_config
 from farfill.planner.plan_file import (
     FixedInput,
     HistogramInput,
+    InputLengths,
     LinkSection,
     LognormalInput,
     PlanFile,
@@ -87,6 +88,19 @@ def read_problem(path: Path) -> Problem:
     """Raises ConfigError naming line and key of whatever cannot be used."""
     file, lines = read_input(path, PlanFile, "plan file")
     return _Reader(path, file, lines).problem()
+
+
+def lengths_from(given: InputLengths) -> Lengths:
+    """The lengths a file describes. Raises ConfigError when a log-normal has nothing within its bounds."""
+    match given:
+        case LognormalInput():
+            return lengths_of.lognormal(given.mu, given.sigma, given.min_tokens, given.max_tokens)
+        case UniformInput():
+            return lengths_of.uniform(given.min_tokens, given.max_tokens)
+        case FixedInput():
+            return lengths_of.observed([given.tokens])
+        case HistogramInput():
+            return lengths_of.observed([b.tokens for b in given.bins], [b.weight for b in given.bins])
 
 
 class _Reader:
@@ -188,20 +202,11 @@ class _Reader:
         if isinstance(given, LognormalInput | UniformInput) and given.min_tokens > given.max_tokens:
             what = f"min_tokens {given.min_tokens} is more than max_tokens {given.max_tokens}"
             raise self._refuse((*key, "min_tokens"), what, "exchange them")
-        match given:
-            case LognormalInput():
-                try:
-                    return lengths_of.lognormal(given.mu, given.sigma, given.min_tokens, given.max_tokens)
-                except ConfigError as error:
-                    raise self._refuse((*key, "mu"), str(error), "log(20000) is 9.9") from error
-            case UniformInput():
-                return lengths_of.uniform(given.min_tokens, given.max_tokens)
-            case FixedInput():
-                return lengths_of.observed([given.tokens])
-            case HistogramInput():
-                return lengths_of.observed([b.tokens for b in given.bins], [b.weight for b in given.bins])
-            case None:
-                raise AssertionError("input or trace: checked before")
+        assert given is not None, "input or trace: checked before"
+        try:
+            return lengths_from(given)
+        except ConfigError as error:
+            raise self._refuse((*key, "mu"), str(error), "log(20000) is 9.9") from error
 
     def _site(self, name: str, section: SiteSection) -> Site:
         key = ("sites", name)

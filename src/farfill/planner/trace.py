@@ -48,6 +48,11 @@ class TraceRequest:
 def read_trace(path: Path, *, cache_blocks: int | None = None) -> list[TraceRequest]:
     """All requests in order of arrival. `cache_blocks` bounds the prefix cache (least recently used goes first);
     None: it holds everything, 0: there is none. Raises TraceError naming every bad line."""
+    return _with_cache(read_trace_lines(path), cache_blocks)
+
+
+def read_trace_lines(path: Path) -> list[TraceLine]:
+    """The lines themselves in order of arrival. Raises TraceError naming every bad line."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
@@ -70,7 +75,7 @@ def read_trace(path: Path, *, cache_blocks: int | None = None) -> list[TraceRequ
             f"{path}: empty; a trace has one JSON object with timestamp, input_length and output_length a line"
         )
     found.sort(key=lambda line: line.timestamp)
-    return _with_cache(found, cache_blocks)
+    return found
 
 
 def _checked(line: TraceLine) -> TraceLine:

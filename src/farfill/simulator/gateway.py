@@ -1,0 +1,289 @@
+"""The simulated gateway: the policies that serve, fed with what a gateway knows."""
+
+from __future__ import annotations
+
+from farfill.core.cluster import PlacementReason, Role
+from farfill.policy.breaker import BreakerLimits, CircuitBreaker, Outcome
+from farfill.policy.budget import BudgetLimits, BudgetVerdict, FallbackBudget
+from farfill.policy.candidates import Candidate, PlacementRequest
+from farfill.policy.decider import OffloadQuery, SiteInputs, decide_offload
+from farfill.policy.offload import uncached_tokens
+from farfill.policy.placement import (
+    DECODE_WEIGHTS,
+    PREFILL_FILTERS,
+    PREFILL_WEIGHTS,
+    PlacementProfile,
+    ProfileSettings,
+)
+from farfill.policy.prefix import BlockIndex, PrefixHits
+from farfill.policy.regime import Bandwidth, RegimeLimits, SearchTrigger
+from farfill.policy.rollout import Share, ShareQuery, in_share
+from farfill.policy.threshold import Curve, ThresholdInputs, search_threshold
+from farfill.simulator.decode import DecodeServer
+from farfill.simulator.kernel import Kernel
+from farfill.simulator.prefill import PrefillServer
+from farfill.simulator.request import Request
+from farfill.simulator.scenario import Scenario
+from farfill.simulator.sites import FINGERPRINT, MODEL, Hardware, Site
+from farfill.simulator.times import Sizes
+
+NO_HITS = PrefixHits({}, {})
+NEVER = 1 << 40
+"""A threshold no prompt reaches."""
+_NEEDS_BUDGET = frozenset({PlacementReason.BREAKER_OPEN, PlacementReason.NO_PREFILL_INSTANCE})
+
+
+class Gateway:
+    """Owns index, breakers, budget, threshold and share. Placing changes nothing but what it counts."""
+
+    def __init__(self, kernel: Kernel, scenario: Scenario, hardware: Hardware, sizes: Sizes, block_tokens: int) -> None:
+        policies = scenario.file.policies
+        self._kernel = kernel
+        self._hardware = hardware
+        self._sizes = sizes
+        self._block_tokens = block_tokens
+        self._policies = policies
+        self._chunk_tokens = scenario.problem.chunk_tokens
+        self._exact = policies.knows == "exact"
+        self._decode = PlacementProfile(ProfileSettings(weights=policies.decode_weights or dict(DECODE_WEIGHTS)))
+        self._prefill = PlacementProfile(
+            ProfileSettings(filters=PREFILL_FILTERS, weights=policies.prefill_weights or dict(PREFILL_WEIGHTS))
+        )
+        self._breakers: dict[str, CircuitBreaker] = {}
+        self._index = BlockIndex(policies.index_blocks)
+        self._trigger = SearchTrigger(
+            RegimeLimits(
+                surge_queue_s=policies.surge_queue_s,
+                research_period_s=policies.research_period_s,
+                window_lengths=policies.window_lengths,
+            )
+        )
+        budget = policies.fallback_budget
+        self.budget = FallbackBudget(
+            BudgetLimits(
+                tokens_per_s=budget.tokens_per_s,
+                max_concurrent=budget.max_concurrent,
+                itl_limit_s=budget.itl_limit_ms / 1000,
+            )
+        )
+        self.share = Share(percent=policies.rollout.percent)
+        self.threshold_tokens = scenario.threshold_tokens
+        self.searches = 0
+        self.far_done = 0
+        self.far_failures = 0
+        self.members_changed()
+
+    def members_changed(self) -> None:
+        """Instances came, went or restarted."""
+        live = [server.instance for _, server in self._hardware.servers()]
+        self._index.retain([i.name for i in live])
+        for instance in live:
+            self._index.join(instance.name, instance.site, instance.generation)
+
+    def hits(self, request: Request) -> PrefixHits:
+        """Who has how much of its prompt, as believed."""
+        return self._index.hits(request.keys) if request.keys else NO_HITS
+
+    def place_decode(self, request: Request, hits: PrefixHits) -> DecodeServer | None:
+        """Where its tokens are made; None: nowhere."""
+        servers = self._hardware.near.decode
+        block, found = self._block_tokens, hits.blocks
+        candidates = [
+            Candidate(i := s.instance, found.get(i.name, 0) * block if found else 0, s.waiting_tokens, len(s.expected))
+            for s in servers
+        ]
+        choice = self._decode.choose(self._asked(request, Role.DECODE, FINGERPRINT), candidates)
+        return None if choice.index is None else servers[choice.index]
+
+    def decide(self, request: Request, decode: DecodeServer, hits: PrefixHits) -> tuple[PlacementReason, Site | None]:
+        """Whether its prompt is prefilled far, where, and why. Near, it is the caches of the near
+        prefill instances that count, if there are any: they would compute it."""
+        near = self._hardware.near
+        near_hit = 0
+        if hits.blocks:
+            computing = near.prefill or [decode]
+            near_hit = max(hits.at(s.instance.name) for s in computing)
+        near_hit_tokens = min(near_hit * self._block_tokens, request.prompt - 1)
+        policies = self._policies
+        request.compared = uncached_tokens(request.prompt, near_hit_tokens)
+        sites: list[SiteInputs] = []
+        bandwidth = Bandwidth.ABUNDANT
+        if request.compared >= self.threshold_tokens:  # short prompts need not look at sites
+            sites = [s for s in (self._inputs(site, request, hits) for site in self._hardware.far) if s is not None]
+        for site in self._hardware.far:
+            if site.regime.state is Bandwidth.SCARCE:
+                bandwidth = Bandwidth.SCARCE
+        percent = self.share.percent
+        decision = decide_offload(
+            OffloadQuery(
+                prompt_tokens=request.prompt,
+                near_hit_tokens=near_hit_tokens,
+                threshold_tokens=self.threshold_tokens,
+                bandwidth=bandwidth,
+                sites=tuple(sites),
+                in_rollout=percent >= 100
+                or in_share(
+                    self.share,
+                    ShareQuery(
+                        model=MODEL,
+                        tenant=request.tenant,
+                        session=request.session.name if request.session else "",
+                        request=request.ident,
+                    ),
+                ),
+                utilisation_limit=policies.utilisation_limit,
+            )
+        )
+        self._trigger.seen(decision.compared_tokens)
+        return decision.reason, None if decision.site is None else self._hardware.by_name[decision.site]
+
+    def place_prefill(self, request: Request, site: Site, hits: PrefixHits) -> PrefillServer | None:
+        """Which of the site's instances computes its prompt."""
+        servers, now_s, block = site.prefill, self._kernel.now_s, self._block_tokens
+        far = site.link is not None
+        candidates = [
+            Candidate(
+                s.instance,
+                hits.at(s.instance.name) * block,
+                s.left_tokens() if self._exact else s.outstanding_tokens,
+                s.outstanding,
+                0,
+                not far or self.breaker(s).allows(now_s),
+            )
+            for s in servers
+        ]
+        choice = self._prefill.choose(self._asked(request, Role.PREFILL, FINGERPRINT), candidates)
+        if choice.index is None:
+            return None
+        server = servers[choice.index]
+        hit = min(hits.at(server.instance.name) * block, request.prompt - 1)
+        request.uncached = uncached_tokens(request.prompt, hit)
+        return server
+
+    def may_fall_back(self, request: Request, reason: PlacementReason | None) -> str:
+        """Empty when its prompt may be prefilled near although it belongs far; else the verdict."""
+        if reason is not None and reason not in _NEEDS_BUDGET:
+            return ""
+        now_s = self._kernel.now_s
+        answer = self.budget.ask(request.compared, now_s)
+        if answer.verdict is BudgetVerdict.GRANTED:
+            request.budgeted_s = now_s
+            return ""
+        return str(answer.verdict)
+
+    def far_begins(self, request: Request, server: PrefillServer) -> None:
+        """It is on its way to a far instance."""
+        site = self._hardware.by_name[server.instance.site]
+        tokens = server.outstanding_tokens + request.uncached
+        estimate = site.estimator.estimate_s(tokens)
+        request.estimate_s = -1.0 if estimate is None else estimate
+        request.probe = self.breaker(server).begin(self._kernel.now_s)
+
+    def far_ended(self, request: Request, server: PrefillServer, outcome: Outcome, took_s: float) -> None:
+        """Its KV is here, or never will be."""
+        excess_ms = (took_s - request.estimate_s) * 1000 if request.estimate_s >= 0 else 0.0
+        self.breaker(server).end(outcome, self._kernel.now_s, probe=request.probe, excess_ms=excess_ms)
+        self.far_done += outcome is not Outcome.NEUTRAL
+        self.far_failures += outcome is Outcome.FAILURE
+        if outcome is Outcome.SUCCESS and request.uncached:
+            site = self._hardware.by_name[server.instance.site]
+            site.estimator.observe(request.uncached, request.prefill_to_s - request.prefill_from_s)
+
+    def cached_at(self, name: str, request: Request, reported_tokens: int | None) -> None:
+        """An instance holds its prompt now, and found so many of its tokens there before."""
+        if request.keys:
+            blocks = None if reported_tokens is None else reported_tokens // self._block_tokens
+            self._index.placed(name, request.keys, blocks)
+
+    def breaker(self, server: PrefillServer) -> CircuitBreaker:
+        """Of one far instance."""
+        name = server.instance.name
+        found = self._breakers.get(name)
+        if found is None:
+            given = self._policies.breaker
+            found = self._breakers[name] = CircuitBreaker(
+                BreakerLimits(
+                    error_rate_limit=given.error_rate_limit,
+                    latency_p99_limit_ms=given.latency_p99_limit_ms,
+                    window_s=given.window_s,
+                    min_requests=given.min_requests,
+                    open_s=given.open_s,
+                )
+            )
+        return found
+
+    def adapt(self) -> None:
+        """Search the threshold again if far queues or links ask for it."""
+        far = self._hardware.far
+        if not self._policies.adapt_threshold or not far or self.threshold_tokens >= NEVER:
+            return
+        queue_s = max((self._queue_s(site) for site in far), default=0.0)
+        busiest = max(site.utilisation for site in far)
+        if self._trigger.due(queue_s, busiest, self._kernel.now_s) is None:
+            return
+        self.threshold_tokens = self._searched(far)
+        self.searches += 1
+
+    def _searched(self, far: list[Site]) -> int:
+        near = self._hardware.near
+        near_count = sum(s.ready for s in near.prefill) or sum(s.ready for s in near.decode if s.can_prefill)
+        times = near.times or far[0].times
+        assert times is not None
+        assert far[0].times is not None
+        target = RegimeLimits().target
+        found = search_threshold(
+            ThresholdInputs(
+                lengths=self._trigger.lengths(),
+                far_instances=sum(s.ready for site in far for s in site.prefill),
+                near_instances=near_count,
+                far_prefill_s=Curve(far[0].times.points()),
+                near_prefill_s=Curve(times.points()),
+                kv_bytes=Curve(self._sizes.points()),
+                egress_bytes_per_s=target * sum(site.link.rate for site in far if site.link is not None),
+                current=self.threshold_tokens,
+                highest=NEVER - 1,
+            )
+        )
+        return found.threshold_tokens
+
+    def _inputs(self, site: Site, request: Request, hits: PrefixHits) -> SiteInputs | None:
+        now_s, excluded = self._kernel.now_s, request.excluded
+        ready = [s for s in site.prefill if s.ready and s.instance.name not in excluded]
+        if not ready:
+            return None
+        assert site.link is not None
+        allowed = [s for s in ready if self.breaker(s).allows(now_s)]
+        waiting = min(s.outstanding_tokens for s in allowed or ready)
+        per_token = site.estimator.estimate_s(1)
+        return SiteInputs(
+            site=site.name,
+            hit_tokens=min(hits.at_site(site.name) * self._block_tokens, request.prompt - 1),
+            queue_s=waiting * per_token if per_token is not None else float(waiting > 0),
+            prefill_s_per_token=per_token,
+            link_bytes_per_s=max(1.0, site.link.rate),
+            rtt_s=site.link.rtt_s,
+            kv_bytes_per_token=self._sizes.per_token,
+            kv_fixed_bytes=self._sizes.fixed,
+            chunk_tokens=self._chunk_tokens,
+            utilisation=site.utilisation,
+            allowed=bool(allowed),
+        )
+
+    def _queue_s(self, site: Site) -> float:
+        ready = [s.outstanding_tokens for s in site.prefill if s.ready]
+        per_token = site.estimator.estimate_s(1)
+        return sum(ready) / len(ready) * per_token if ready and per_token is not None else 0.0
+
+    @staticmethod
+    def _asked(request: Request, role: Role, fingerprint: str) -> PlacementRequest:
+        return PlacementRequest(
+            model=MODEL,
+            role=role,
+            prompt_tokens=request.prompt,
+            total_tokens=request.prompt + request.output,
+            fingerprint=fingerprint,
+            session=request.session.name if request.session else "",
+            spread=request.ident,
+            tenant=request.tenant,
+            exclude=request.excluded,
+        )

@@ -1,0 +1,77 @@
+"""One request on its way through the simulated sites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class Request:
+    """What is asked for, and what has happened to it so far. `attempt` grows when it starts over: what an earlier
+    attempt had under way no longer matters. Times are virtual seconds, -1 before they come."""
+
+    __slots__ = (
+        "arrival_s",
+        "attempt",
+        "budgeted_s",
+        "cached",
+        "compared",
+        "decode",
+        "estimate_s",
+        "excluded",
+        "fallback",
+        "far",
+        "first_s",
+        "flow",
+        "ident",
+        "keys",
+        "output",
+        "prefill",
+        "prefill_from_s",
+        "prefill_to_s",
+        "probe",
+        "prompt",
+        "sent_s",
+        "session",
+        "tenant",
+        "turn",
+        "uncached",
+    )
+
+    def __init__(
+        self,
+        ident: str,
+        arrival_s: float,
+        prompt: int,
+        output: int,
+        *,
+        keys: Sequence[bytes],
+        session: Any = None,
+        turn: int = 0,
+        tenant: str = "",
+    ) -> None:
+        self.ident = ident
+        self.arrival_s = arrival_s
+        self.prompt = prompt
+        self.output = output
+        self.keys = keys
+        self.session = session
+        self.turn = turn
+        self.tenant = tenant
+        self.attempt = 0
+        self.budgeted_s = -1.0
+        self.cached = 0
+        self.compared = 0
+        self.decode: Any = None
+        self.estimate_s = -1.0
+        self.excluded: tuple[str, ...] = ()
+        self.fallback = ""
+        self.far = ""
+        self.first_s = -1.0
+        self.flow: Any = None
+        self.prefill: Any = None
+        self.prefill_from_s = -1.0
+        self.prefill_to_s = -1.0
+        self.probe = False
+        self.sent_s = -1.0
+        self.uncached = 0
