@@ -234,12 +234,19 @@ class Scheduler:
         self._finish_prompts()
 
     def _has_rows(self, job: Job, admitted: list[Job]) -> bool:
-        """Whether the batch has rows for a job, maybe after setting back what has a lower priority."""
+        """Whether the batch has rows for a job, maybe after setting back what has a lower priority.
+
+        Exports never decode, so they are counted apart, up to as many.
+        """
+        decodes = isinstance(job, GenerateJob)
         while True:
-            taken = len(self._decode) + sum(other.open_rows for other in (*self._prefill.jobs, *admitted))
+            alike = [o for o in (*self._prefill.jobs, *admitted) if isinstance(o, GenerateJob) is decodes]
+            taken = sum(other.open_rows for other in alike) + (len(self._decode) if decodes else 0)
             # More choices than a batch has rows still run, alone, in turns.
             if not taken or taken + job.open_rows <= self._limits.max_batch:
                 return True
+            if not decodes:
+                return False
             victim = self._victim(lambda other: other.priority > job.priority)
             if victim is None:
                 return False

@@ -155,19 +155,36 @@ def test_death_of_the_thread_fails_all_work_and_later_calls(harness: Any) -> Non
 def test_waiting_prefills_hear_of_progress(engine: FakeEngine, harness: Any) -> None:
     gate = Gate()
     engine.executor.step = gate
-    streams = [harness.start(engine, harness.work(harness.prompt(3, i), max_tokens=20)) for i in range(4)]
-    sink = harness.prefill_sink()
+
+    def prefill(length: int) -> Any:
+        sink = harness.prefill_sink()
+        return sink, engine.prefill(PrefillWork(request_id="w", prompt=harness.prompt(length), cache_salt=""), sink)
+
+    running = [prefill(200) for _ in range(4)]
     harness.wait_until(lambda: engine.load().running_sequences == 4)
-    handle = engine.prefill(PrefillWork(request_id="w", prompt=harness.prompt(20), cache_salt=""), sink)
+    sink, handle = prefill(20)
     for _ in range(6):
         gate.step()
     harness.wait_until(lambda: sink.steps >= 2)
-    assert not sink.ended.is_set()
+    assert engine.load().waiting_sequences == 1
     gate.open()
+    for other, other_handle in (*running, (sink, handle)):
+        other.wait()
+        other_handle.release()
+
+
+def test_export_is_prefilled_beside_a_full_batch(engine: FakeEngine, harness: Any) -> None:
+    streams = [harness.token_sink() for _ in range(4)]
+    running = [
+        engine.generate(harness.work(harness.prompt(3, i), max_tokens=3000), sink) for i, sink in enumerate(streams)
+    ]
     for stream in streams:
+        assert stream.first.wait(60)
+    assert harness.prefill(engine, harness.prompt(40)).stats.computed_tokens == 39
+    assert not any(stream.ended.is_set() for stream in streams)
+    for one, stream in zip(running, streams, strict=True):
+        one.cancel()
         stream.wait()
-    sink.wait()
-    handle.release()
 
 
 def test_engine_thread_can_close_the_engine(harness: Any) -> None:
