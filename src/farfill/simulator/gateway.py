@@ -23,13 +23,13 @@ from farfill.simulator.decode import DecodeServer
 from farfill.simulator.kernel import Kernel
 from farfill.simulator.prefill import PrefillServer
 from farfill.simulator.request import Request
-from farfill.simulator.scenario import Scenario
+from farfill.simulator.scenario import NEVER, Scenario
 from farfill.simulator.sites import FINGERPRINT, MODEL, Hardware, Site
 from farfill.simulator.times import Sizes
 
 NO_HITS = PrefixHits({}, {})
-NEVER = 1 << 40
-"""A threshold no prompt reaches."""
+_SAME = 0.25
+"""Rates and counts that differ by less are the same circumstances."""
 _NEEDS_BUDGET = frozenset({PlacementReason.BREAKER_OPEN, PlacementReason.NO_PREFILL_INSTANCE})
 
 
@@ -71,6 +71,8 @@ class Gateway:
         self.searches = 0
         self.far_done = 0
         self.far_failures = 0
+        self._searched_s = 0.0
+        self._searched_for = self._circumstances()
         self.members_changed()
 
     def members_changed(self) -> None:
@@ -213,16 +215,30 @@ class Gateway:
         return found
 
     def adapt(self) -> None:
-        """Search the threshold again if far queues or links ask for it."""
-        far = self._hardware.far
+        """Search the threshold again if queues or links ask for it, or if instances or links are not what they were at
+        the last search: what pressure made right is wrong once the link is back."""
+        far, near = self._hardware.far, self._hardware.near
         if not self._policies.adapt_threshold or not far or self.threshold_tokens >= NEVER:
             return
-        queue_s = max((self._queue_s(site) for site in far), default=0.0)
+        now_s = self._kernel.now_s
+        queue_s = max(self._queue_s(site) for site in [near, *far])
         busiest = max(site.utilisation for site in far)
-        if self._trigger.due(queue_s, busiest, self._kernel.now_s) is None:
-            return
-        self.threshold_tokens = self._searched(far)
-        self.searches += 1
+        circumstances = self._circumstances()
+        due = self._trigger.due(queue_s, busiest, now_s) is not None
+        changed = self._changed_since(circumstances) and now_s - self._searched_s >= self._policies.research_period_s
+        if due or changed:
+            self.threshold_tokens = self._searched(far)
+            self.searches += 1
+            self._searched_s, self._searched_for = now_s, circumstances
+
+    def _circumstances(self) -> tuple[float, ...]:
+        hardware = self._hardware
+        counts = [float(sum(s.ready for s in site.prefill)) for site in [hardware.near, *hardware.far]]
+        return (*counts, *(site.link.rate for site in hardware.far if site.link is not None))
+
+    def _changed_since(self, circumstances: tuple[float, ...]) -> bool:
+        pairs = zip(circumstances, self._searched_for, strict=True)
+        return any(abs(now - then) > _SAME * max(now, then) for now, then in pairs)
 
     def _searched(self, far: list[Site]) -> int:
         near = self._hardware.near
@@ -270,9 +286,16 @@ class Gateway:
         )
 
     def _queue_s(self, site: Site) -> float:
-        ready = [s.outstanding_tokens for s in site.prefill if s.ready]
-        per_token = site.estimator.estimate_s(1)
-        return sum(ready) / len(ready) * per_token if ready and per_token is not None else 0.0
+        """Seconds until what waits at its prefill instances is computed, all of them together."""
+        ready = [s for s in site.prefill if s.ready]
+        if not ready or site.times is None:
+            return 0.0
+        waiting = sum(s.waiting for s in ready)
+        if not waiting:
+            return 0.0
+        tokens = sum(s.outstanding_tokens for s in ready)
+        requests = sum(s.outstanding for s in ready)
+        return requests * site.times.alone_s(tokens / requests) / len(ready)
 
     @staticmethod
     def _asked(request: Request, role: Role, fingerprint: str) -> PlacementRequest:

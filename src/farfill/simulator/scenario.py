@@ -16,6 +16,9 @@ from farfill.planner.trace import TraceLine, read_trace_lines
 from farfill.policy.plugins import SCORERS, plugin
 from farfill.simulator.scenario_file import FleetSection, ScenarioFile
 
+NEVER = 1 << 40
+"""A threshold no prompt reaches."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
@@ -60,12 +63,14 @@ class _Reader:
         threshold = file.policies.threshold_tokens
         if threshold is None:
             threshold = 1 if option is None else option.threshold_tokens
+        if threshold is None or not any(fleet.far.values()):
+            threshold = NEVER
         return Scenario(
             name=self._path.stem,
             file=file,
             problem=problem,
             fleet=fleet,
-            threshold_tokens=1 << 40 if threshold is None else threshold,
+            threshold_tokens=threshold,
             rate_per_s=rate or 1.0,
             input=problem.workload.lengths if file.traffic.input is None else self._lengths("input"),
             output=None if file.traffic.output is None else self._lengths("output"),
