@@ -104,7 +104,7 @@ async def test_open_before_expect_is_parked_and_served(ends: Ends) -> None:
 
 async def test_held_pieces_are_not_sent(ends: Ends) -> None:
     await ends.start()
-    ticket = ends.ticket(2000)
+    ticket = ends.ticket(2000, continues=True)
     manifest = ends.manifest(2000)
     held = frozenset(piece.index for piece in manifest.by_prefill_chunk[0])
     slot = BytesSlot(manifest, held)

@@ -166,9 +166,10 @@ async def test_memory_that_goes_away_under_the_sender_fails_the_transfer_on_both
     gate.open.set()
     result, sent = await asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
     assert not isinstance(result, BaseException)
-    assert not result.complete
-    assert result.failure is not FallbackReason.NONE
+    assert (result.complete, result.failure) == (False, FallbackReason.PREFILL_FAILED)
     assert isinstance(sent, TransferError)
+    assert sent.reason == FallbackReason.PREFILL_FAILED
+    assert not [reason for reason in ends.sender_seen.counts if reason == "resent:connection_lost"]
     await ends.close()
     relay.close()
 

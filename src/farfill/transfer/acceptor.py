@@ -19,7 +19,7 @@ from farfill.transfer.incoming import AwaitedTransfer, Scratch
 from farfill.transfer.limits import Liveness
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.session import PeerSession
-from farfill.transport.errors import TransportInterruptedError
+from farfill.transport.errors import TransportInterruptedError, TransportTimeoutError
 from farfill.transport.protocol import ChunkSink, OutgoingFrame, PathSample, Receive, Transport
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
@@ -51,7 +51,7 @@ class Host(Protocol):
 
     def peer_connected(self, peer: str, generation: str) -> None: ...
 
-    def peer_gone(self, peer: str, generation: str) -> None: ...
+    def peer_gone(self, peer: str, generation: str, *, silent: bool) -> None: ...
 
     def peer_refused(self, peer: str, reason: str, detail: str) -> None: ...
 
@@ -126,8 +126,8 @@ class Acceptor:
         self.observer.connections(session.peer_name, standing)
         self.host.peer_connected(session.peer_name, session.peer_generation)
 
-    def over(self, session: AcceptorSession) -> None:
-        """A welcomed connection ended."""
+    def over(self, session: AcceptorSession, *, silent: bool) -> None:
+        """A welcomed connection ended; `silent`: because nothing came."""
         with self._lock:
             sessions = self._sessions[session.peer_name]
             sessions.remove(session)
@@ -138,7 +138,7 @@ class Acceptor:
         self._share_credit([])
         self.observer.connections(session.peer_name, standing)
         if gone:
-            self.host.peer_gone(session.peer_name, session.peer_generation)
+            self.host.peer_gone(session.peer_name, session.peer_generation, silent=silent)
 
     def _share_credit(self, newcomers: list[AcceptorSession]) -> None:
         """Tell newcomers their credit, and everybody when the number of senders changed."""
@@ -251,7 +251,7 @@ class AcceptorSession(PeerSession):
         self._host.early.drop(self._to_place)
         self._host.early.closed(self)
         if self.welcomed:
-            self._acceptor.over(self)
+            self._acceptor.over(self, silent=isinstance(error, TransportTimeoutError))
             if isinstance(error, ProtocolError | IncompatiblePeerError):
                 self._acceptor.refused(None, self._remote, error.reason, f"{self.peer_name}: {error}")
         elif not self._refused and error is not None and not isinstance(error, TransportInterruptedError):

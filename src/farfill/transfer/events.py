@@ -47,9 +47,10 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class LinkDown:
-    """No connection to the peer is left."""
+    """No connection to the peer is left. `silent`: none broke, nothing came over them any more."""
 
     detail: str = ""
+    silent: bool = False
 
 
 @dataclass(frozen=True, slots=True)

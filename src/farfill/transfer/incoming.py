@@ -214,9 +214,9 @@ class AwaitedTransfer:
         """KEEPALIVE."""
         self.handle(Heard())
 
-    def link(self, *, up: bool) -> None:
-        """The sender has a connection again, or none any more."""
-        self.handle(LinkUp() if up else LinkDown())
+    def link(self, *, up: bool, silent: bool = False) -> None:
+        """The sender has a connection again, or none any more (`silent`: given up because nothing came)."""
+        self.handle(LinkUp() if up else LinkDown(silent=silent))
 
     def tick(self) -> None:
         """Bytes of unfinished chunks count as a sign of life; then deadlines."""

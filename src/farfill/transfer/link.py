@@ -446,6 +446,11 @@ class PeerLink:
         with self._lock:
             return self.estimate.rtt_s
 
+    def measured(self) -> tuple[float | None, float | None]:
+        """(bytes/s, round trip in s), as far as known."""
+        with self._lock:
+            return self.estimate.rate_bytes_per_s, self.estimate.rtt_s
+
     def _patience_s(self, transfer: PushedTransfer) -> float:
         """How long the acknowledgement of a chunk sent now may take, behind all that is on its way already."""
         with self._lock:

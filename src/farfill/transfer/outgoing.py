@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Protocol
 
+import structlog
 import xxhash
 
 from farfill.clock import Clock
@@ -70,6 +71,8 @@ from farfill.wire.frames import (
     transfer_key,
 )
 
+_log = structlog.get_logger(__name__)
+
 
 class Link(Protocol):
     """What a transfer needs of its link."""
@@ -97,6 +100,10 @@ class Link(Protocol):
         ...
 
     def ended(self, transfer: PushedTransfer) -> None: ...
+
+    def measured(self) -> tuple[float | None, float | None]:
+        """(bytes/s, round trip in s), as far as known."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +209,8 @@ class PushedTransfer:
         ended = await asyncio.shield(asyncio.wrap_future(self._outcome))
         if ended.reason is not FallbackReason.NONE:
             raise TransferError(ended.detail or str(ended.reason), reason=str(ended.reason))
-        return self.stats()
+        rate, rtt_s = self._link.measured()
+        return replace(self.stats(), link_bytes_per_s=rate, link_rtt_s=rtt_s)
 
     def stats(self) -> TransferStats:
         """The account so far."""
@@ -266,6 +274,15 @@ class PushedTransfer:
 
     def pull(self, pull: Pull, codec: ChunkCodec) -> OutgoingFrame | None:
         """The next chunk as a frame for the pulling connection, or None."""
+        try:
+            return self._pull(pull, codec)
+        except Exception as error:
+            # Memory that went away, or is short: this transfer's end, but no other's on the same connection.
+            _log.exception("transfer_bytes_unreadable", transfer_id=self.ticket.transfer_id)
+            self.fail(FallbackReason.PREFILL_FAILED, f"the KV to send cannot be read: {error}")
+            return None
+
+    def _pull(self, pull: Pull, codec: ChunkCodec) -> OutgoingFrame | None:
         order = self._take(pull)
         if order is None:
             return None

@@ -18,7 +18,8 @@ class TransferStats:
 
     Sender: `first_byte_s` counts from `begin` to the first chunk leaving; `total_s` to the last
     acknowledgement; `after_prefill_s` is the part of it after `finish` was called (what prefill did not
-    hide). Receiver: counts from `expect` to the first chunk, and to the complete set.
+    hide); `link_*` is what the link was measured to be by then, None: not yet. Receiver: counts from `expect` to the
+    first chunk, and to the complete set.
     """
 
     raw_bytes: int
@@ -30,6 +31,8 @@ class TransferStats:
     first_byte_s: float
     total_s: float
     after_prefill_s: float
+    link_bytes_per_s: float | None = None
+    link_rtt_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -235,10 +235,10 @@ class KVReceiver:
         for transfer in self._of_peer(peer, generation):
             transfer.link(up=True)
 
-    def peer_gone(self, peer: str, generation: str) -> None:
-        """The last connection of that run of a peer is over."""
+    def peer_gone(self, peer: str, generation: str, *, silent: bool) -> None:
+        """The last connection of that run of a peer is over; `silent`: it was given up because nothing came."""
         for transfer in self._of_peer(peer, generation):
-            transfer.link(up=False)
+            transfer.link(up=False, silent=silent)
 
     def peer_refused(self, peer: str, reason: str, detail: str) -> None:
         """A peer with that certificate may not exchange KV: what is expected from it cannot come."""

@@ -58,6 +58,7 @@ class ReceiverMachine:
         self._coming_since_s: dict[int, float] = {}  # the chunk that came first, first
         self._heard_s = now_s
         self._down_since_s: float | None = None
+        self._silent = False
         self.ended: Ended | None = None
 
     @property
@@ -100,9 +101,9 @@ class ReceiverMachine:
                 return self._open(chunk_bytes, now_s)
             case Resumed():
                 return self._resume(now_s)
-            case LinkDown():
+            case LinkDown(silent=silent):
                 if self._grid is not None and self._down_since_s is None:
-                    self._down_since_s = now_s
+                    self._down_since_s, self._silent = now_s, silent
                 return []
             case LinkUp():
                 self._down_since_s = None
@@ -174,6 +175,9 @@ class ReceiverMachine:
         if now_s - self._heard_s < self._limits.timeout_s and down_s < self._limits.grace_s:
             return self._check_trickle(now_s)
         if self._down_since_s is not None:
+            if self._silent:
+                detail = f"nothing came over any connection of the sender; they were given up {down_s:.1f} s ago"
+                return self._end(FallbackReason.TRANSFER_TIMEOUT, detail, tell=True)
             detail = f"every connection of the sender is gone for {down_s:.1f} s"
             return self._end(FallbackReason.LINK_LOST, detail, tell=True)
         what = "the sender never opened it" if self._grid is None else "no chunk and no sign of life"

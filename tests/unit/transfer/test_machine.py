@@ -405,6 +405,14 @@ class TestReceiver:
         assert machine.ended is not None
         assert machine.ended.reason is FallbackReason.LINK_LOST
 
+    def test_link_given_up_because_nothing_came_is_silence_whichever_is_noticed_first(self) -> None:
+        for noticed_s in (0.5, 3.5):
+            machine = receiving()
+            machine.handle(LinkDown(silent=True), noticed_s)
+            machine.handle(Tick(), noticed_s + 4.0)
+            assert machine.ended is not None
+            assert machine.ended.reason is FallbackReason.TRANSFER_TIMEOUT
+
     def test_resume_is_answered_with_what_is_held(self) -> None:
         machine = ReceiverMachine(MANIFEST, frozenset({2}), LIMITS, 1 << 20, 0.0)
         assert machine.handle(Resumed(), 0.0) == []
