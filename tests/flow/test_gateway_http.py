@@ -338,7 +338,7 @@ async def test_worker_without_room_is_503_with_its_retry_after(gateway: Harness)
 
 
 async def test_too_many_requests_are_429_and_slots_come_back(tmp_path: Path) -> None:
-    async with running_gateway(tmp_path, gateway={"max_concurrent_requests": 1}) as gateway:
+    async with running_gateway(tmp_path, gateway={"max_concurrent_requests": 1}, admission={"max_queue": 0}) as gateway:
         gateway.decode.hold_before_start = asyncio.Event()
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 1}
         running = asyncio.create_task(gateway.post(COMPLETIONS, body))

@@ -85,7 +85,7 @@ async def test_long_prompt_goes_far_and_both_legs_get_the_same_ticket(gateway: H
     assert record["uncached_tokens"] == 100
     assert 0 < record["ttft_s"] <= record["duration_s"]
     assert record["tpot_s"] >= 0
-    assert set(record["stages_s"]) == {"tokenize", "hash", "dispatch", "stream"}
+    assert set(record["stages_s"]) == {"tokenize", "hash", "queue", "dispatch", "stream"}
     assert "xxx" not in str(record)
     await idle(gateway)
     assert gateway.observer.legs == ["ok"]
@@ -283,10 +283,14 @@ async def test_breaker_opens_after_failures_and_says_so(tmp_path: Path) -> None:
 async def test_refusals_for_lack_of_room_never_open_the_breaker(tmp_path: Path) -> None:
     async with running_gateway(tmp_path, routing={"circuit_breaker": {"min_requests": 1}}) as gateway:
         gateway.prefill.refuse = (503, ErrorBody(reason="capacity", message="full", retryable=True, retry_after_s=1))
+        reasons: list[str] = []
         for i in range(3):
             _, headers = await complete(gateway, f"{i}" * 100)
-            assert headers["x-farfill-reason"] == "above_threshold"
+            reasons.append(headers["x-farfill-reason"])
             await idle(gateway)
+        # It asked for a second's pause, and gets it, with its breaker closed.
+        assert reasons == ["above_threshold", "prefill_overloaded", "prefill_overloaded"]
+        assert gateway.service.health.state(gateway.prefill.instance) == "closed"
 
 
 async def with_second_decode(gateway: Harness) -> StubWorker:

@@ -25,6 +25,7 @@ from farfill.gateway.service import GatewayDeps
 from farfill.gateway.tokenizer import load_tokenizer
 from farfill.registry.client import InstanceWatcher
 from farfill.registry.identity import registry_context
+from farfill.registry.remote import RemoteStore
 from farfill.telemetry.loop_lag import watch_loop_lag
 from farfill.telemetry.metrics import GatewayMetrics, exposition
 from farfill.transfer.tickets import TicketSigner
@@ -52,6 +53,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         observer=metrics,
         on_change=metrics.instances_known,
     )
+    store = RemoteStore(registry_url(loaded), registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster))
     deps = GatewayDeps(
         config=config,
         model=await asyncio.to_thread(load_tokenizer, loaded.model_dir),
@@ -59,8 +61,11 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         sign_ticket=TicketSigner(read_ticket_signing_key(loaded)).sign,
         worker_tls=worker_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         observer=metrics,
+        policies=metrics.policies,
+        base_dir=loaded.base_dir,
         metrics=functools.partial(exposition, metrics.registry),
         registry_away_s=lambda: watcher.stale_s,
+        store=store,
     )
     runner = build_runner(deps, shutdown_timeout_s=DRAIN_S)
 
@@ -69,11 +74,12 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         workers, registry = worker_context(*pems, config.cluster), registry_context(*pems, config.cluster)
         runner.app[SERVICE].client.use_context(workers)
         watcher.use_context(registry)
+        store.use_context(registry)
 
     certificates = CertificateWatch(tls, functools.partial(read_tls, loaded, "gateway"), use)
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))
     try:
-        async with watcher, certificates.running(), _public_server(loaded, runner):
+        async with watcher, store, certificates.running(), _public_server(loaded, runner):
             await stop.wait()
     finally:
         lag.cancel()

@@ -32,6 +32,7 @@ def cross_problems(config: ClusterConfig) -> list[Problem]:
         *_transfer_problems(config),
         *_address_problems(config),
         *_engine_problems(config),
+        *_routing_problems(config),
         *_registry_problems(config),
         *_tls_problems(config),
     ]
@@ -92,6 +93,18 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
             f"{engine.prefix_cache_mb} is more than kv_cache_mb ({engine.kv_cache_mb}), of which it is a part",
             f"give at most {engine.kv_cache_mb}, or raise kv_cache_mb",
         )
+
+
+def _routing_problems(config: ClusterConfig) -> Iterator[Problem]:
+    routing = config.routing
+    for low, high in (
+        ("threshold_min_tokens", "threshold_max_tokens"),
+        ("link_abundant_below", "link_scarce_above"),
+        ("link_utilisation_target", "link_utilisation_limit"),
+    ):
+        if getattr(routing, low) > getattr(routing, high):
+            told = f"{getattr(routing, low)} is more than {high} ({getattr(routing, high)})"
+            yield Problem(("routing", low), told, f"give at most {getattr(routing, high)}")
 
 
 def _registry_problems(config: ClusterConfig) -> Iterator[Problem]:

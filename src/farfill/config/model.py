@@ -8,49 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from farfill.config.admission import AdmissionConfig
+from farfill.config.routing import RoutingConfig
+from farfill.config.section import Address, Name, SecretRef, Section
 from farfill.core.cluster import Role
-
-Address = Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):\d{1,5}$")]
-SecretRef = Annotated[str, Field(pattern=r"^(file|env):.+$")]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
-
-
-class Section(BaseModel):
-    """Unknown keys are refused; values are never coerced from another type."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
-
-
-class CircuitBreakerConfig(Section):
-    error_rate_limit: float = Field(
-        default=0.05, gt=0, le=1, description="Share of failed far prefills that opens the breaker."
-    )
-    latency_p99_limit_ms: int = Field(
-        default=2500, ge=1, description="p99 of far prefill beyond its estimate, in ms, that opens the breaker."
-    )
-    window_s: float = Field(default=30.0, gt=0, le=3600, description="Seconds of history the breaker looks at.")
-    min_requests: int = Field(
-        default=10, ge=1, description="Fewer far prefills than this in the window never open the breaker."
-    )
-    open_s: float = Field(
-        default=10.0, gt=0, le=3600, description="Seconds until an open breaker lets one probe through."
-    )
-
-
-class RoutingConfig(Section):
-    remote_prefill_threshold_tokens: int = Field(
-        default=4096, ge=0, description="Prompts with at least this many uncached tokens are prefilled far away."
-    )
-    fallback_to_local_prefill: bool = Field(
-        default=True, description="Prefill near when far prefill cannot be had or fails; otherwise 503."
-    )
-    allow_placement_override: bool = Field(
-        default=False,
-        description="Let clients force a placement with the x-farfill-force-placement header (parity, tests).",
-    )
-    circuit_breaker: CircuitBreakerConfig = CircuitBreakerConfig()
 
 
 class KVTransferConfig(Section):
@@ -182,6 +145,19 @@ class EngineConfig(Section):
     threads: int = Field(
         default=0, ge=0, le=1024, description="CPU threads of one worker; 0: as many as cpus, or all cores."
     )
+    ranks: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Processes that one worker's model is spread over: attention by heads, experts by expert. KV may go"
+        " to workers with another number. Needs device cpu and Linux; threads are divided among them.",
+    )
+    rank_timeout_s: float = Field(
+        default=60.0,
+        ge=1.0,
+        le=3600.0,
+        description="Longest that one rank waits for another within a step; then the worker ends.",
+    )
     cpus: str | None = Field(
         default=None,
         pattern=r"^\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*$",
@@ -221,12 +197,23 @@ class GatewayConfig(Section):
     site: Name = Field(examples=["near"], description="Site it runs at (near the users).")
     listen: Address = Field(default="127.0.0.1:8000", description="Address of the OpenAI API.")
     max_body_mb: int = Field(default=16, ge=1, le=1024, description="Largest request body, in MiB.")
-    max_concurrent_requests: int = Field(default=256, ge=1, description="Requests in progress; more get 429.")
+    max_concurrent_requests: int = Field(
+        default=256, ge=1, description="Requests in progress; more wait (admission.max_queue), or get 429."
+    )
     request_timeout_s: float = Field(default=600.0, gt=0, description="Deadline of a whole request.")
     tls_cert: SecretRef | None = Field(
         default=None, description="Certificate chain of the public API (PEM); unset: plain HTTP."
     )
     tls_key: SecretRef | None = Field(default=None, description="Key of tls_cert.")
+    decision_log: Path | None = Field(
+        default=None,
+        examples=["log/decisions.jsonl"],
+        description="File for every placement decision with all its inputs, for farfill replay. Relative to this file."
+        " With several gateway processes, {pid} in it keeps them apart.",
+    )
+    decision_log_max_mb: int = Field(
+        default=256, ge=1, description="Size of decision_log at which it begins anew; the former one stays as NAME.1."
+    )
 
 
 class EtcdConfig(Section):
@@ -333,6 +320,7 @@ class ClusterConfig(Section):
         description="Workers by name.",
     )
     routing: RoutingConfig = RoutingConfig()
+    admission: AdmissionConfig = AdmissionConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
     prefill: PrefillConfig = PrefillConfig()
     tls: TlsConfig

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from farfill.config.model import Address, Name, SecretRef
+from farfill.config.section import Address, Name, SecretRef
 
 KeyPath = tuple[str | int, ...]
 

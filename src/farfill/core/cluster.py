@@ -60,6 +60,8 @@ class PlacementReason(StrEnum):
     TOO_SHORT = "too_short"
     ROLLOUT = "rollout"  # not of the share that may go far yet
     LINK_BUSY = "link_busy"  # every link to it is full
+    FAR_CACHE = "far_cache"  # a far cache has what would take it over the threshold
+    PREFILL_OVERLOADED = "prefill_overloaded"  # all that could take it asked to be left alone for a moment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

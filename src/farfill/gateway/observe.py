@@ -77,6 +77,62 @@ class GatewayObserver(Protocol):
         ...
 
 
+class PolicyObserver(Protocol):
+    """Hears what the policies do. Called on the event loop; must be cheap and must not raise."""
+
+    def prefix_hit(self, expected_tokens: int, actual_tokens: int) -> None:
+        """A prompt was prefilled: the hit counted on, and the one there was."""
+        ...
+
+    def threshold_set(self, tokens: int, reason: str) -> None:
+        """The threshold in force; `reason` why it was searched, "" at the start."""
+        ...
+
+    def fallback_asked(self, verdict: str, remaining_ratio: float) -> None:
+        """A prompt that belongs far asked for local prefill: "granted", or why not; and what is left of the budget."""
+        ...
+
+    def admission(self, running: int, waiting: int, kv_tokens: int, link_bytes: int) -> None:
+        """What admission counts now."""
+        ...
+
+    def admission_ended(self, outcome: str, waited_s: float) -> None:
+        """A request may begin ("started"), was turned away (a `policy.admission.Refusal`), or left while it waited."""
+        ...
+
+    def decisions_dropped(self, count: int) -> None:
+        """Lines that the decision log lost."""
+        ...
+
+    def rollout_set(self, shares: Mapping[tuple[str, str], float]) -> None:
+        """Percent by (model, tenant) as this gateway applies them."""
+        ...
+
+    def rollout_decided(self, action: str, reason: str) -> None:
+        """A guard of an automatic rollout spoke."""
+        ...
+
+
+class SilentPolicyObserver:
+    """Tells nobody."""
+
+    def prefix_hit(self, expected_tokens: int, actual_tokens: int) -> None: ...
+
+    def threshold_set(self, tokens: int, reason: str) -> None: ...
+
+    def fallback_asked(self, verdict: str, remaining_ratio: float) -> None: ...
+
+    def admission(self, running: int, waiting: int, kv_tokens: int, link_bytes: int) -> None: ...
+
+    def admission_ended(self, outcome: str, waited_s: float) -> None: ...
+
+    def decisions_dropped(self, count: int) -> None: ...
+
+    def rollout_set(self, shares: Mapping[tuple[str, str], float]) -> None: ...
+
+    def rollout_decided(self, action: str, reason: str) -> None: ...
+
+
 class SilentObserver:
     """Tells nobody."""
 

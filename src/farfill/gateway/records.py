@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from typing import Any
 
 import msgspec
 
@@ -46,6 +47,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     `placed` is what the gateway decided ("local" | "remote"), `placement` what really happened ("" when it
     never started). `start` comes from decode, `prefill` from the far side (null when local or failed).
     `prefill_instance` and `transfer_id` are the last ones, when others continued (`continuations`).
+    `decisions` are lines for `farfill replay`: each policy that was asked, all it looked at, and its answer.
     A request of several prompts has one record a prompt: the further ones are named `{request_id}-{i}`.
     """
 
@@ -67,7 +69,9 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefill_site: str = ""
     transfer_id: str = ""
     prompt_tokens: int = 0
+    tenant: str = ""
     expected_hit_tokens: int = 0
+    expected_far_hit_tokens: int = 0
     uncached_tokens: int = 0
     threshold_tokens: int = 0
     cached_tokens: int = 0
@@ -82,6 +86,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     prefill_error: LegError | None = None
     continuations: list[ContinuationRecord] = []
     prefill_leg_s: float | None = None
+    decisions: list[Any] = []
 
 
 class RequestRecords:

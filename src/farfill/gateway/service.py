@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from farfill.clock import Clock, WallClock
 from farfill.config.model import ClusterConfig
+from farfill.core.errors import ConfigError
+from farfill.gateway.adapt import Threshold
 from farfill.gateway.background import BackgroundWork
+from farfill.gateway.decisions import DecisionLog
+from farfill.gateway.fallback import FallbackGate
 from farfill.gateway.health import DecodeReach, PrefillHealth
 from farfill.gateway.identity import server_name
+from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
-from farfill.gateway.observe import GatewayObserver, SilentObserver
+from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
 from farfill.gateway.pipeline.admit import Admission
 from farfill.gateway.pipeline.attempt import LegContext, SignTicket
 from farfill.gateway.pipeline.dispatch import Dispatcher
-from farfill.gateway.pipeline.place import Membership, Placer
+from farfill.gateway.pipeline.place import Membership, Placer, PlacerParts
+from farfill.gateway.prefixes import PrefixView
 from farfill.gateway.records import RequestRecords
+from farfill.gateway.rollout import RolloutState
+from farfill.gateway.shared import SharedParts, SharedState
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
 from farfill.gateway.workers import WorkerClient
+from farfill.registry.store import Store
 
 Metrics = Callable[[], tuple[bytes, str]]
 
@@ -39,8 +51,12 @@ class GatewayDeps:
     worker_tls: ssl.SSLContext | None
     clock: Clock = field(default_factory=WallClock)
     observer: GatewayObserver = field(default_factory=SilentObserver)
+    policies: PolicyObserver = field(default_factory=SilentPolicyObserver)
+    base_dir: Path = Path()
     metrics: Metrics = _no_metrics
     registry_away_s: Callable[[], float] = lambda: 0.0
+    store: Store | None = None
+    """What gateways share; None: this one shares nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,18 +72,35 @@ class GatewayService:
     work: OutstandingWork
     dispatcher: Dispatcher
     records: RequestRecords
+    links: LinkView
+    threshold: Threshold
+    rollout: RolloutState
+    fallback: FallbackGate
+    decision_log: DecisionLog | None
+    shared: SharedState | None
     background: BackgroundWork
     client: WorkerClient
 
     async def start(self) -> None:
-        """Open what needs the running loop."""
+        """Open what needs the running loop. Raises ConfigError when the decision log cannot be written."""
+        if self.decision_log is not None:
+            try:
+                self.decision_log.start()
+            except OSError as error:
+                raise ConfigError(f"gateway.decision_log: cannot be written: {error}") from error
         await self.client.start()
+        if self.shared is not None:
+            await self.shared.start()
 
     async def close(self) -> None:
         """Stop background work, then connections and threads."""
+        if self.shared is not None:
+            await self.shared.close()
         await self.background.close()
         await self.client.close()
         self.pool.close()
+        if self.decision_log is not None:
+            await asyncio.to_thread(self.decision_log.close)
 
 
 def build_service(deps: GatewayDeps) -> GatewayService:
@@ -78,26 +111,28 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         connect_timeout_s=config.kv_transfer.timeout_ms / 1000,
         server_name=server_name,
     )
-    health = PrefillHealth(config.routing.circuit_breaker, deps.clock, deps.observer)
-    reach = DecodeReach(config.registry.lease_s, deps.clock)
-    work = OutstandingWork()
-    placer = Placer(config, deps.membership, health, work)
+    parts, decision_log = _parts(deps), _decision_log(deps)
+    placer = Placer(config, parts)
     legs = LegContext(
         config=config,
         client=client,
         placer=placer,
-        health=health,
-        work=work,
+        health=parts.health,
+        work=parts.work,
+        links=parts.links,
+        prefixes=parts.prefixes,
+        fallback=parts.fallback,
         sign_ticket=deps.sign_ticket,
         observer=deps.observer,
+        policies=deps.policies,
         clock=deps.clock,
     )
     dispatcher = Dispatcher(
         config=config,
         client=client,
         placer=placer,
-        reach=reach,
-        work=work,
+        reach=parts.reach,
+        work=parts.work,
         legs=legs,
         clock=deps.clock,
         observer=deps.observer,
@@ -105,13 +140,61 @@ def build_service(deps: GatewayDeps) -> GatewayService:
     return GatewayService(
         deps=deps,
         pool=TokenizerPool(),
-        admission=Admission(config.gateway.max_concurrent_requests),
+        admission=Admission(config.gateway, config.admission, deps.clock, deps.policies),
         placer=placer,
-        health=health,
-        reach=reach,
-        work=work,
+        health=parts.health,
+        reach=parts.reach,
+        work=parts.work,
+        links=parts.links,
+        threshold=parts.threshold,
+        rollout=parts.rollout,
+        fallback=parts.fallback,
+        decision_log=decision_log,
+        shared=_shared(deps, parts, decision_log),
         dispatcher=dispatcher,
         records=RequestRecords(),
         background=BackgroundWork(),
         client=client,
     )
+
+
+def _parts(deps: GatewayDeps) -> PlacerParts:
+    config, clock = deps.config, deps.clock
+    links = LinkView(config.routing, clock)
+    return PlacerParts(
+        membership=deps.membership,
+        health=PrefillHealth(config.routing.circuit_breaker, clock, deps.observer),
+        reach=DecodeReach(config.registry.lease_s, clock),
+        work=OutstandingWork(),
+        links=links,
+        prefixes=PrefixView(config.prefill.chunked_prefill_tokens, enabled=config.engine.prefix_cache_mb > 0),
+        threshold=Threshold(config.routing, links, clock, deps.policies),
+        rollout=RolloutState(deps.policies, clock),
+        fallback=FallbackGate(config.routing.fallback_budget, clock, deps.policies),
+        clock=clock,
+    )
+
+
+def _shared(deps: GatewayDeps, parts: PlacerParts, decision_log: DecisionLog | None) -> SharedState | None:
+    if deps.store is None:
+        return None
+    return SharedState(
+        SharedParts(
+            store=deps.store,
+            health=parts.health,
+            links=parts.links,
+            rollout=parts.rollout,
+            config=deps.config.routing.rollout,
+            observer=deps.policies,
+            clock=deps.clock,
+            decision_log=decision_log,
+        )
+    )
+
+
+def _decision_log(deps: GatewayDeps) -> DecisionLog | None:
+    gateway = deps.config.gateway
+    if gateway.decision_log is None:
+        return None
+    path = deps.base_dir / str(gateway.decision_log).replace("{pid}", str(os.getpid()))
+    return DecisionLog(path, gateway.decision_log_max_mb << 20, deps.policies.decisions_dropped)

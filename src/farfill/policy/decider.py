@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from farfill.core.cluster import PlacementReason
-from farfill.policy.offload import Forced, uncached_tokens
+from farfill.policy.offload import REMOTE_REASONS, Forced, uncached_tokens
 from farfill.policy.regime import Bandwidth
 
 
@@ -95,7 +95,9 @@ def decide_offload(query: OffloadQuery) -> OffloadDecision:
         hit = max(hit, far_hit)
     compared = uncached_tokens(query.prompt_tokens, hit)
     reason = _reason(query, compared, usable)
-    if reason not in (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE):
+    if reason is PlacementReason.FAR_CACHE:
+        usable = [s for s in usable if s.hit_tokens == far_hit]
+    elif reason not in REMOTE_REASONS:
         return OffloadDecision(reason, compared, query.threshold_tokens)
     estimates = tuple(estimate_site(query, site) for site in usable)
     chosen = min(range(len(usable)), key=lambda i: _order(estimates[i], usable[i]))
@@ -133,8 +135,12 @@ def _reason(query: OffloadQuery, compared: int, usable: list[SiteInputs]) -> Pla
         return PlacementReason.FORCED_LOCAL
     if query.prompt_tokens <= 1:
         return PlacementReason.TOO_SHORT
-    if query.forced is None and compared < max(1, query.threshold_tokens):
-        return PlacementReason.BELOW_THRESHOLD
+    threshold = max(1, query.threshold_tokens)
+    if query.forced is None and compared < threshold:
+        # Short only thanks to a prefix that lies far: its KV has to come from there, or near would compute all of it.
+        lacks = uncached_tokens(query.prompt_tokens, query.near_hit_tokens) >= threshold
+        from_far = lacks and query.in_rollout and query.blocked is None and usable
+        return PlacementReason.FAR_CACHE if from_far else PlacementReason.BELOW_THRESHOLD
     if query.forced is None and not query.in_rollout:
         return PlacementReason.ROLLOUT
     if query.blocked is not None:

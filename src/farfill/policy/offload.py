@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from farfill.core.cluster import PlacementReason
 
-REMOTE_REASONS = frozenset({PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE})
+REMOTE_REASONS = frozenset({PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE, PlacementReason.FAR_CACHE})
 
 
 class Forced(StrEnum):

@@ -12,6 +12,8 @@ _GATEWAY_WRITES = (
     records.CONFIG,
     records.ROLLOUT,
     records.BREAKERS,
+    records.OBSERVED,
+    records.AUDIT,
 )
 _WORKER_READS = (records.INSTANCES, records.LINKS, records.PREFIXES, records.CONFIG)
 

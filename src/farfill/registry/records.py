@@ -8,6 +8,8 @@
     config/current, config/v/VERSION    ConfigRecord
     rollout/MODEL/TENANT                RolloutRecord
     breakers/SCOPE/GATEWAY              BreakerRecord: one gateway's share of a breaker's window
+    observed/GATEWAY                    ObservedRecord: what one gateway saw of each rollout share
+    audit/TIME-ID                       AuditRecord: who changed what, when and why
     leases/ID                           LeaseRecord: who may use a lease, on the lease itself
 
 Unknown fields are ignored, so a newer writer may add some.
@@ -30,6 +32,8 @@ PREFIXES = "prefixes/"
 CONFIG = "config/"
 ROLLOUT = "rollout/"
 BREAKERS = "breakers/"
+OBSERVED = "observed/"
+AUDIT = "audit/"
 LEASES = "leases/"
 
 
@@ -114,6 +118,36 @@ class BreakerRecord(RegistryRecord, kw_only=True):
 
     gateway: str
     snapshot: dict[str, Any]
+
+
+class ObservedShare(msgspec.Struct, kw_only=True):
+    """What was seen under one `version` of a share. `ttft_ratio`: p95 far over near, None while not known."""
+
+    model: str
+    tenant: str
+    version: int
+    far_requests: int
+    far_failures: int
+    ttft_ratio: float | None
+    link_utilisation: float
+    parity_samples: int = 0
+    parity_mismatches: int = 0
+
+
+class ObservedRecord(RegistryRecord, kw_only=True):
+    """One gateway's observations, on its lease."""
+
+    gateway: str
+    shares: list[ObservedShare]
+
+
+class AuditRecord(RegistryRecord, kw_only=True):
+    """One change by a person or a guard."""
+
+    unix_s: float
+    who: str
+    what: str
+    why: str = ""
 
 
 class LeaseRecord(RegistryRecord, kw_only=True):

@@ -58,6 +58,10 @@ class RemoteStore:
     ) -> None:
         await self._calls.close()
 
+    def use_context(self, context: ssl.SSLContext) -> None:
+        """New certificates or CAs for connections to come."""
+        self._calls.use_context(context)
+
     @property
     def born(self) -> int:
         """Not told to others."""

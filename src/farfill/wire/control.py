@@ -59,7 +59,7 @@ class PrefillCommand(msgspec.Struct, kw_only=True):
 
 
 class PrefillReport(msgspec.Struct, kw_only=True):
-    """What the far side did, in its own clock."""
+    """What the far side did, in its own clock. `link_*` is what its link was measured to be; 0: not yet."""
 
     queued_s: float
     prefill_s: float
@@ -72,6 +72,8 @@ class PrefillReport(msgspec.Struct, kw_only=True):
     chunks: int
     resent_chunks: int
     codec: str
+    link_bytes_per_s: float = 0.0
+    link_rtt_s: float = 0.0
 
 
 class DecodeCommand(msgspec.Struct, kw_only=True):

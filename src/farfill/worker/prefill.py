@@ -138,4 +138,6 @@ def _report(prefill: PrefillStats, sent: TransferStats) -> PrefillReport:
         chunks=sent.chunks,
         resent_chunks=sent.resent_chunks,
         codec=sent.codec,
+        link_bytes_per_s=sent.link_bytes_per_s or 0.0,
+        link_rtt_s=sent.link_rtt_s or 0.0,
     )

@@ -14,7 +14,7 @@ from farfill.policy.decider import OffloadQuery, SiteInputs, decide_offload, est
 from farfill.policy.offload import Forced, OffloadInputs, PrefillAvailability, decide
 from farfill.policy.regime import Bandwidth, BandwidthRegime, RegimeLimits, SearchTrigger, Trigger
 
-REMOTE = (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE)
+REMOTE = (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE, PlacementReason.FAR_CACHE)
 FAR = SiteInputs(
     site="far",
     prefill_s_per_token=1e-4,
@@ -65,7 +65,9 @@ def test_scarce_counts_near_cache_only_and_abundant_the_best_anywhere():
     cached_far = (site(hit_tokens=8000),)
     assert decide_offload(query(sites=cached_far)).reason is PlacementReason.ABOVE_THRESHOLD
     abundant = decide_offload(query(sites=cached_far, bandwidth=Bandwidth.ABUNDANT))
-    assert (abundant.reason, abundant.compared_tokens) == (PlacementReason.BELOW_THRESHOLD, 2000)
+    assert (abundant.reason, abundant.compared_tokens, abundant.site) == (PlacementReason.FAR_CACHE, 2000, "far")
+    held_back = decide_offload(query(sites=cached_far, bandwidth=Bandwidth.ABUNDANT, in_rollout=False))
+    assert (held_back.reason, held_back.site) == (PlacementReason.BELOW_THRESHOLD, None)
     copied = decide_offload(query(near_hit_tokens=3000, bandwidth=Bandwidth.ABUNDANT))
     assert (copied.site, copied.copy_hit_tokens, copied.compared_tokens) == ("far", 3000, 7000)
     scarce = decide_offload(query(near_hit_tokens=3000))

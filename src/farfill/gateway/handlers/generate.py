@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
 
 from aiohttp import web
 
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import FarfillError, InvalidRequestError
+from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.errors import DeadlineError, error_response, internal_error
 from farfill.gateway.handlers.body import read_body
@@ -23,6 +25,7 @@ from farfill.gateway.openai.completions import CompletionRenderer
 from farfill.gateway.openai.render import Renderer, Rendering
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, parse, parse_prompts
 from farfill.gateway.openai.sampling import COMPLETION_MAX_TOKENS, check_token_ids
+from farfill.gateway.pipeline.admit import Turn
 from farfill.gateway.pipeline.authenticate import Caller, authenticate
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.hash import hash_prompt
@@ -113,27 +116,50 @@ class GenerateHandler:
         tracker.model, tracker.stream = self._config.model.name, bool(body.stream)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
-        caller = authenticate(body.cache_salt)
+        caller = authenticate(body.cache_salt, request.headers, self._config.admission.tenant_header, body.user)
+        priority, tracker.tenant = check_priority(body.priority or 0), caller.tenant
         with self._service.admission.slot():
             with tracker.stage("tokenize"):
                 prompts = await self._tokenize(body)
             tracker.prompts([len(ids) for ids in prompts.token_ids])
             jobs = await self._jobs(prompts, caller, forced, _traceparent(request), tracker)
+            jobs = [replace(job, priority=priority, session=caller.session) for job in jobs]
             renderer, include_usage = self._renderer(body, tracker, prompts)
-            with tracker.stage("dispatch"):
-                generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
-            try:
-                tracker.started(generations)
-                with tracker.stage("stream"):
-                    response = await exchange.answer(
-                        renderer, generations, stream=tracker.stream, include_usage=include_usage
+            async with self._turn(jobs, tracker) as turn:
+                with tracker.stage("dispatch"):
+                    generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
+                turn.sent()
+                try:
+                    tracker.started(generations)
+                    with tracker.stage("stream"):
+                        response = await exchange.answer(
+                            renderer, generations, stream=tracker.stream, include_usage=include_usage
+                        )
+                    for generation in generations:
+                        await generation.finish()
+                    return response
+                finally:
+                    turn.used_tokens = sum(len(g.job.prompt) + g.timing.tokens for g in generations)
+                    for generation in generations:
+                        generation.close()
+
+    @asynccontextmanager
+    async def _turn(self, jobs: Sequence[Job], tracker: RequestTracker) -> AsyncIterator[Turn]:
+        """The request's turn to run, waited for; all its prompts count together."""
+        service, first = self._service, jobs[0]
+        far_tokens = sum(len(job.prompt) for job in jobs if len(job.prompt) > service.threshold.tokens)
+        async with AsyncExitStack() as stack:
+            with tracker.stage("queue"):
+                turn = await stack.enter_async_context(
+                    service.admission.turn(
+                        tenant=first.tenant,
+                        kv_tokens=sum(len(job.prompt) + job.sampling.n * job.sampling.max_tokens for job in jobs),
+                        link_bytes=int(far_tokens * service.links.bytes_per_token),
+                        priority=first.priority,
+                        deadline_s=tracker.accepted_s + self._config.gateway.request_timeout_s,
                     )
-                for generation in generations:
-                    await generation.finish()
-                return response
-            finally:
-                for generation in generations:
-                    generation.close()
+                )
+            yield turn
 
     async def _jobs(
         self, prompts: Prompts, caller: Caller, forced: Forced | None, traceparent: str, tracker: RequestTracker

@@ -8,11 +8,13 @@ from typing import Literal
 
 import structlog
 
-from farfill.core.cluster import FallbackReason, Placement, PlacementReason
+from farfill.core.cluster import FallbackReason, PlacementReason
 from farfill.core.errors import CapacityError, FarfillError
+from farfill.gateway.decisions import DecisionTrail
 from farfill.gateway.errors import http_status
 from farfill.gateway.observe import OutcomeName, RequestSummary
 from farfill.gateway.pipeline.generation import Generation
+from farfill.gateway.pipeline.place import Placed
 from farfill.gateway.pipeline.prefill_leg import PrefillLeg
 from farfill.gateway.records import LegError, RequestRecord
 from farfill.gateway.service import GatewayService
@@ -34,9 +36,11 @@ class RequestTracker:
         self.accepted_unix_s = self._clock.unix_s()
         self.model = "other"
         self.stream = False
+        self.tenant = ""
         self._stages_s: dict[str, float] = {}
         self._records: list[RequestRecord] = []
         self._generations: list[Generation] = []
+        self._trails: list[tuple[RequestRecord, DecisionTrail]] = []
         service.deps.observer.request_accepted()
 
     @contextmanager
@@ -58,24 +62,26 @@ class RequestTracker:
                     model=self.model,
                     accepted_unix_s=self.accepted_unix_s,
                     stream=self.stream,
+                    tenant=self.tenant,
                     prompt_tokens=length,
                 )
             )
 
-    def placed(self, i: int) -> Callable[[Placement, int], None]:
+    def placed(self, i: int) -> Callable[[Placed], None]:
         """What to tell of prompt `i`'s placement."""
         record = self._records[i]
 
-        def told(placement: Placement, hit_tokens: int) -> None:
-            prefill = placement.prefill
+        def told(found: Placed) -> None:
+            placement, prefill = found.placement, found.placement.prefill
             record.placed = "remote" if placement.remote else "local"
             record.reason = str(placement.reason)
             record.decode_instance, record.decode_site = placement.decode.name, placement.decode.site
             record.prefill_instance = prefill.name if prefill is not None else ""
             record.prefill_site = prefill.site if prefill is not None else ""
-            record.expected_hit_tokens = hit_tokens
+            record.expected_hit_tokens, record.expected_far_hit_tokens = found.hit_tokens, found.far_hit_tokens
             record.uncached_tokens = placement.uncached_tokens
             record.threshold_tokens = placement.threshold_tokens
+            self._trails.append((record, found.trail))
 
         return told
 
@@ -87,6 +93,10 @@ class RequestTracker:
         """The request ended: tell the observer, log, and publish each record once its far leg ended too."""
         duration_s = self._clock.now_s() - self.accepted_s
         outcome = "cancelled" if cancelled else _outcome(error)
+        for record, trail in self._trails:
+            record.decisions = [*record.decisions, *trail.decisions]
+            if self._service.decision_log is not None:
+                self._service.decision_log.add(trail.decisions)
         for i, record in enumerate(self._records):
             generation = self._generations[i] if self._generations else None
             record.outcome = outcome
@@ -96,6 +106,16 @@ class RequestTracker:
             if generation is not None:
                 self._fill(record, generation)
             self._publish(record, generation.leg if generation is not None else None)
+        for record in self._records:
+            if record.placed and not cancelled:
+                self._service.rollout.finished(
+                    record.model,
+                    record.tenant,
+                    record.reason,
+                    FallbackReason(record.fallback),
+                    placed_far=record.placed == "remote",
+                    ttft_s=record.ttft_s,
+                )
         summary = self._summary(error, outcome, duration_s)
         self._service.deps.observer.request_finished(summary)
         self._log(summary, error)

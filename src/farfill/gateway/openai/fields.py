@@ -16,7 +16,6 @@ from farfill.core.errors import InvalidRequestError
 
 HARMLESS = frozenset(
     {
-        "user",
         "metadata",
         "store",
         "safety_identifier",

@@ -88,6 +88,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     add_special_tokens: bool | None = None
     cache_salt: str | None = None
     priority: int | None = None
+    user: Any = None
     request_id: str | None = None
     return_token_ids: bool | None = None
 

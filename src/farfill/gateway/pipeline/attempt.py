@@ -18,11 +18,14 @@ from farfill.config.model import ClusterConfig
 from farfill.core.cluster import FallbackReason, Instance
 from farfill.core.errors import FarfillError
 from farfill.core.ticket import Ticket
+from farfill.gateway.fallback import FallbackGate
 from farfill.gateway.health import PrefillHealth
+from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
-from farfill.gateway.observe import GatewayObserver
+from farfill.gateway.observe import GatewayObserver, PolicyObserver
 from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import Placer
+from farfill.gateway.prefixes import PrefixView
 from farfill.gateway.workers import WorkerAnswerError, WorkerClient, WorkerConnectionError
 from farfill.policy.breaker import Outcome
 from farfill.wire.control import PrefillCommand, PrefillReport
@@ -47,8 +50,12 @@ class LegContext:
     placer: Placer
     health: PrefillHealth
     work: OutstandingWork
+    links: LinkView
+    prefixes: PrefixView
+    fallback: FallbackGate
     sign_ticket: SignTicket
     observer: GatewayObserver
+    policies: PolicyObserver
     clock: Clock
 
     @property
@@ -90,6 +97,7 @@ class Failure:
     reason: str
     detail: str
     breaker: Outcome
+    retry_after_s: float = 1.0
 
 
 def make_attempt(
@@ -106,7 +114,8 @@ def make_attempt(
         num_tokens=len(job.prompt) - 1,
         issued_unix_s=now_s,
         expires_unix_s=now_s + ctx.config.tickets.lifetime_s,
-        continues=continues,
+        # What decode is thought to have need not travel: better ask than send.
+        continues=continues or uncached_tokens < len(job.prompt) - 1,
     )
     command = PrefillCommand(
         request_id=job.request_id,
@@ -136,7 +145,8 @@ async def run_attempt(ctx: LegContext, attempt: Attempt, *, watched: bool) -> Pr
         seen = None if call.done() else watch.result()
         return await call if seen is None else seen
     except FarfillError as error:
-        return Failure(failure_label(error), error.reason, str(error), breaker_outcome(error))
+        pause_s = error.body.retry_after_s if isinstance(error, WorkerAnswerError) else 0.0
+        return Failure(failure_label(error), error.reason, str(error), breaker_outcome(error), pause_s or 1.0)
     finally:
         call.cancel()
         watch.cancel()
@@ -174,10 +184,12 @@ def failure_label(error: FarfillError) -> FallbackReason:
 
 
 def breaker_outcome(error: FarfillError) -> Outcome:
-    """Refusals for the request's sake and lack of room say nothing about the instance's health."""
-    if isinstance(error, WorkerAnswerError) and (error.status < 500 or _no_room(error)):
-        return Outcome.NEUTRAL
-    return Outcome.FAILURE
+    """Refusals for the request's sake say nothing about the instance's health; lack of room asks for a pause."""
+    if not isinstance(error, WorkerAnswerError):
+        return Outcome.FAILURE
+    if error.status == 429 or _no_room(error):
+        return Outcome.OVERLOAD
+    return Outcome.NEUTRAL if error.status < 500 else Outcome.FAILURE
 
 
 def _no_room(error: WorkerAnswerError) -> bool:

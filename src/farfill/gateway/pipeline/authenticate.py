@@ -1,25 +1,47 @@
-"""Who asks. The API is open: everybody is the tenant `default`, apart only by the salt they choose."""
+"""Who asks, and in which conversation. The API is open; a trusted proxy may name the tenant in a header."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from farfill.core.errors import InvalidRequestError
 
 DEFAULT_TENANT = "default"
 MAX_SALT_CHARS = 256
+SESSION_HEADER = "X-Session-ID"
+_TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """`salt` separates prefix reuse: equal prompts share KV only under an equal salt."""
+    """`salt` separates prefix reuse: equal prompts share KV only under an equal salt. `session`: "" if none."""
 
     tenant: str
     salt: str
+    session: str = ""
 
 
-def authenticate(cache_salt: str | None) -> Caller:
-    """The caller of a request. Tenant names have no colon, so a salt cannot imitate another tenant's."""
+def authenticate(
+    cache_salt: str | None, headers: Mapping[str, str] | None = None, tenant_header: str = "", user: object = None
+) -> Caller:
+    """The caller of a request. Tenant names have no colon, so a salt cannot imitate another tenant's.
+
+    Raises InvalidRequestError on a salt or tenant name that is none.
+    """
     if cache_salt is not None and not 0 < len(cache_salt) <= MAX_SALT_CHARS:
         raise InvalidRequestError(f"cache_salt has 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
-    return Caller(DEFAULT_TENANT, f"{DEFAULT_TENANT}:{cache_salt or ''}")
+    headers = headers or {}
+    tenant = (headers.get(tenant_header) if tenant_header else None) or DEFAULT_TENANT
+    if not _TENANT.fullmatch(tenant):
+        raise InvalidRequestError(f"{tenant_header} is not the name of a tenant", param=tenant_header)
+    return Caller(tenant, f"{tenant}:{cache_salt or ''}", _session(headers.get(SESSION_HEADER) or user))
+
+
+def _session(name: object) -> str:
+    """A digest: names of people belong into no log and no record."""
+    if not isinstance(name, str) or not name:
+        return ""
+    return blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8, person=b"farfill-session").hexdigest()

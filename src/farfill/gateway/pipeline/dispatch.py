@@ -6,6 +6,8 @@ to prefill by itself. Every such turn has a reason label.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,14 +16,14 @@ import structlog
 from farfill.clock import Clock
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import FallbackReason, Instance, Placement
-from farfill.core.errors import FarfillError, ProtocolError, UnavailableError
+from farfill.core.errors import CapacityError, FarfillError, ProtocolError, UnavailableError
 from farfill.gateway.health import DecodeReach
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.attempt import LegContext, make_attempt
 from farfill.gateway.pipeline.generation import Generation, failed
 from farfill.gateway.pipeline.job import Job
-from farfill.gateway.pipeline.place import PlacementQuery, Placer
+from farfill.gateway.pipeline.place import Placed, PlacementQuery, Placer
 from farfill.gateway.pipeline.prefill_leg import PrefillLeg
 from farfill.gateway.workers import DecodeStream, WorkerAnswerError, WorkerClient, WorkerConnectionError
 from farfill.wire.control import (
@@ -41,8 +43,8 @@ log = structlog.get_logger("farfill.gateway")
 class Plan:
     """One try. `fallback` is set when the gateway itself already turned from far to local prefill."""
 
+    placed: Placed
     placement: Placement
-    expected_hit_tokens: int
     fallback: FallbackReason = FallbackReason.NONE
     fallback_detail: str = ""
 
@@ -60,7 +62,7 @@ class Dispatcher:
     clock: Clock
     observer: GatewayObserver
 
-    async def open(self, job: Job, placed: Callable[[Placement, int], None]) -> Generation:
+    async def open(self, job: Job, placed: Callable[[Placed], None]) -> Generation:
         """Place and start `job`; returns with its first token. `placed` hears of every placement tried.
 
         Raises FarfillError as the client should see it; nothing is left running then, or when cancelled.
@@ -85,20 +87,21 @@ class Dispatcher:
         except FarfillError as error:
             raise _as_request_error(error) from error
 
-    def _plan(self, job: Job, placed: Callable[[Placement, int], None], exclude: tuple[str, ...] = ()) -> Plan:
+    def _plan(self, job: Job, placed: Callable[[Placed], None], exclude: tuple[str, ...] = ()) -> Plan:
         query = PlacementQuery(
+            request_id=job.request_id,
+            tenant=job.tenant,
+            session=job.session,
             keys=job.keys,
             prompt_tokens=len(job.prompt),
             total_tokens=len(job.prompt) + job.sampling.max_tokens,
             forced=job.forced,
         )
-        placement, hit_tokens = self.placer.place(query, exclude)
-        placed(placement, hit_tokens)
-        return Plan(placement=placement, expected_hit_tokens=hit_tokens)
+        found = self.placer.place(query, exclude)
+        placed(found)
+        return Plan(placed=found, placement=found.placement)
 
-    def _second_plan(
-        self, job: Job, plan: Plan, error: FarfillError, placed: Callable[[Placement, int], None]
-    ) -> Plan | None:
+    def _second_plan(self, job: Job, plan: Plan, error: FarfillError, placed: Callable[[Placed], None]) -> Plan | None:
         """What else may work after `error`, if anything."""
         if _ticket_refused(error) and plan.placement.remote and self.config.routing.fallback_to_local_prefill:
             return replace(
@@ -123,11 +126,12 @@ class Dispatcher:
         token, leg = "", None
         if prefill is not None:
             attempt = make_attempt(self.legs, job, placement.decode, prefill, placement.uncached_tokens)
-            token, leg = attempt.token, PrefillLeg(self.legs, job, attempt)
-        claim = self.work.begin(placement.decode, 0 if placement.remote else placement.uncached_tokens)
+            token, leg = attempt.token, PrefillLeg(self.legs, job, attempt, plan.placed)
+        near_tokens = 0 if placement.remote else placement.uncached_tokens
+        claim = self.work.begin(placement.decode, near_tokens, job.tenant)
         stream: DecodeStream | None = None
         try:
-            stream = await self.client.decode(placement.decode, self._decode_command(job, token, prefill))
+            stream = await self._decode(placement.decode, self._decode_command(job, plan, token), leg)
             self.reach.tried(placement.decode, reached=True)
             start, first = await _first_tokens(stream, placement.decode)
         except BaseException as error:
@@ -139,6 +143,7 @@ class Dispatcher:
             if leg is not None:
                 leg.cancel()
             claim.end()
+            _end_grants(plan, leg)
             raise
         claim.computed()
         fallback, detail = _fallback(plan, start)
@@ -146,7 +151,6 @@ class Dispatcher:
         return Generation(
             job=job,
             placement=placement if leg is None else replace(placement, prefill=leg.prefill),
-            expected_hit_tokens=plan.expected_hit_tokens,
             transfer_id="" if leg is None else leg.transfer_id,
             fallback=fallback,
             fallback_detail=detail,
@@ -157,7 +161,23 @@ class Dispatcher:
             claim=claim,
             clock=self.clock,
             observer=self.observer,
+            gaps=self.legs.fallback,
         )
+
+    async def _decode(self, decode: Instance, command: DecodeCommand, leg: PrefillLeg | None) -> DecodeStream:
+        """The stream, once decode committed to it; withdrawn when the prompt may be prefilled nowhere."""
+        if leg is None:
+            return await self.client.decode(decode, command)
+        call = asyncio.create_task(self.client.decode(decode, command), name=f"decode-{command.request_id}")
+        try:
+            await asyncio.wait((call, leg.refused), return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            await _withdraw(call)
+            raise
+        if call.done():
+            return await call
+        await _withdraw(call)
+        raise leg.refused.result()
 
     def _settle(
         self, job: Job, plan: Plan, start: StartEvent, fallback: FallbackReason, leg: PrefillLeg | None
@@ -168,10 +188,19 @@ class Dispatcher:
             leg.give_up(fallback)
         elif leg is not None:
             leg.served()
-        comparable = local and fallback is FallbackReason.NONE
-        self.placer.started(plan.placement, job.keys, start.cached_tokens if comparable else None)
+        legs, comparable = self.legs, local and fallback is FallbackReason.NONE
+        legs.prefixes.computed(plan.placement.decode.name, job.keys, start.cached_tokens if comparable else None)
+        if comparable:
+            legs.policies.prefix_hit(plan.placed.hit_tokens, start.cached_tokens)
+        legs.links.near_ended(start)
+        unasked = local and leg is not None and leg.grant is None and fallback is not FallbackReason.NONE
+        if unasked:  # decode found out first that nothing came: it counts all the same
+            with contextlib.suppress(CapacityError):
+                legs.fallback.ask(start.computed_tokens, plan.placed.trail).end()
+        _end_grants(plan, leg, start.computed_tokens)
 
-    def _decode_command(self, job: Job, token: str, prefill: Instance | None) -> DecodeCommand:
+    def _decode_command(self, job: Job, plan: Plan, token: str) -> DecodeCommand:
+        prefill = plan.placement.prefill
         fields = {name: getattr(job.sampling, name) for name in SamplingMessage.__struct_fields__}
         fields["stop"] = list(job.sampling.stop)
         fields["stop_token_ids"] = list(job.sampling.stop_token_ids)
@@ -188,9 +217,29 @@ class Dispatcher:
             source="" if prefill is None else self.legs.source(prefill),
             timeout_s=self.legs.silence_s,
             hold_s=self.legs.silence_s if token and self.config.kv_transfer.continuations else 0.0,
-            allow_fallback=self.config.routing.fallback_to_local_prefill,
+            allow_fallback=self._may_fall_back(plan, token),
             traceparent=job.traceparent,
         )
+
+    def _may_fall_back(self, plan: Plan, token: str) -> bool:
+        """Whether decode may prefill by itself should it find out first that nothing comes."""
+        if not self.config.routing.fallback_to_local_prefill:
+            return False
+        return not token or self.legs.fallback.open(plan.placement.uncached_tokens)
+
+
+def _end_grants(plan: Plan, leg: PrefillLeg | None, computed_tokens: int = 0) -> None:
+    for grant in (plan.placed.grant, None if leg is None else leg.grant):
+        if grant is not None:
+            grant.end(computed_tokens)
+
+
+async def _withdraw(call: asyncio.Task[DecodeStream]) -> None:
+    """End a call to decode, also one that was just answered."""
+    call.cancel()
+    await asyncio.wait([call])
+    if not call.cancelled() and call.exception() is None:
+        call.result().close()
 
 
 async def _first_tokens(stream: DecodeStream, decode: Instance) -> tuple[StartEvent, list[GenerationEvent]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason, Placement
 from farfill.core.errors import FarfillError, ProtocolError
+from farfill.gateway.fallback import FallbackGate
 from farfill.gateway.loads import Claim
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.job import Job
@@ -42,7 +43,6 @@ class Generation:
 
     job: Job
     placement: Placement
-    expected_hit_tokens: int
     transfer_id: str
     fallback: FallbackReason
     fallback_detail: str
@@ -53,6 +53,7 @@ class Generation:
     claim: Claim
     clock: Clock
     observer: GatewayObserver
+    gaps: FallbackGate
     timing: Timing = field(default_factory=Timing)
     finish_reasons: list[str] = field(default_factory=list[str])
     ended: bool = False
@@ -128,6 +129,7 @@ class Generation:
             timing.first_s = now_s
         else:
             self.observer.token_gap(self.placement.decode.model, now_s - timing.last_s)
+            self.gaps.token_gap(now_s - timing.last_s)
         timing.last_s = now_s
         for event in batch:
             timing.tokens += len(event.token_ids)

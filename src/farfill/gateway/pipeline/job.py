@@ -18,6 +18,7 @@ class Job:
     keys: Sequence[bytes]
     salt: str
     tenant: str
+    session: str = ""
     priority: int = 0
     sampling: SamplingParams
     forced: Forced | None

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from farfill.clock import Clock
 from farfill.config.model import ClusterConfig
-from farfill.core.cluster import Instance, Placement, PlacementReason
+from farfill.config.section import Section
+from farfill.core.cluster import Instance, InstanceState, Placement, PlacementReason, Role
 from farfill.core.errors import InvalidRequestError, UnavailableError
-from farfill.gateway.health import PrefillHealth
+from farfill.gateway.adapt import Threshold
+from farfill.gateway.decisions import DecisionTrail
+from farfill.gateway.fallback import FallbackGate, FallbackGrant
+from farfill.gateway.health import DecodeReach, PrefillHealth
+from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
-from farfill.kv.index import PrefixIndex
-from farfill.policy.offload import BLOCKED_REASONS, REMOTE_REASONS, Forced, OffloadInputs, decide, uncached_tokens
-from farfill.policy.pick import (
-    DecodeCandidate,
-    PrefillCandidate,
-    pick_decode,
-    pick_prefill,
-    ready_decode,
-    ready_prefill,
-    usable_prefill,
-)
+from farfill.gateway.pipeline.far_side import FarSide
+from farfill.gateway.prefixes import PrefixView
+from farfill.gateway.rollout import RolloutState
+from farfill.policy.candidates import Candidate, PlacementRequest, candidate
+from farfill.policy.offload import BLOCKED_REASONS, Forced, uncached_tokens
+from farfill.policy.pick import ready_decode
+from farfill.policy.placement import DECODE_FILTERS, PREFILL_FILTERS, PlacementProfile, ProfileSettings
+from farfill.policy.prefix import PrefixHits
+from farfill.policy.replay import PlacementInputs, ShareInputs
+from farfill.policy.rollout import ShareQuery, in_share
 
 FORCE_HEADER = "x-farfill-force-placement"
-MAX_KEYS_PER_INSTANCE = 65_536
 
 _OBSTACLES = {
     PlacementReason.NO_PREFILL_INSTANCE: "no prefill instance is ready",
     PlacementReason.FINGERPRINT_MISMATCH: "no ready prefill instance has the decode instance's fingerprint",
     PlacementReason.BREAKER_OPEN: "the circuit breakers of all prefill instances are open",
+    PlacementReason.LINK_BUSY: "the links of all prefill instances are full",
+    PlacementReason.PREFILL_OVERLOADED: "all prefill instances asked to be left alone for a moment",
 }
+assert set(_OBSTACLES) >= BLOCKED_REASONS, "every reason that keeps a prompt from going far has its words"
 
 
 class Membership(Protocol):
@@ -43,59 +50,114 @@ class Membership(Protocol):
 class PlacementQuery:
     """`keys` are the prompt's prefix keys; `total_tokens` its length and that of the output to come."""
 
+    request_id: str
+    tenant: str
+    session: str
     keys: Sequence[bytes]
     prompt_tokens: int
     total_tokens: int
     forced: Forced | None
 
 
-class Placer:
-    """Applies the policies. Owns the prefix index; reads health and outstanding work."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """The placement, the prefix hits (tokens) it counts on near and far, and the decisions that led to it.
 
-    def __init__(
-        self, config: ClusterConfig, membership: Membership, health: PrefillHealth, work: OutstandingWork
-    ) -> None:
+    `grant`: the prompt should have gone far; whoever prefills it near ends this.
+    """
+
+    placement: Placement
+    hit_tokens: int
+    far_hit_tokens: int
+    trail: DecisionTrail
+    grant: FallbackGrant | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacerParts:
+    """What a placement looks at."""
+
+    membership: Membership
+    health: PrefillHealth
+    reach: DecodeReach
+    work: OutstandingWork
+    links: LinkView
+    prefixes: PrefixView
+    threshold: Threshold
+    rollout: RolloutState
+    fallback: FallbackGate
+    clock: Clock
+
+
+class Placer:
+    """Applies the policies. Holds no state of its own."""
+
+    def __init__(self, config: ClusterConfig, parts: PlacerParts) -> None:
+        placement = config.routing.placement
         self._model = config.model.name
-        self._threshold_tokens = config.routing.remote_prefill_threshold_tokens
         self._local_instead = config.routing.fallback_to_local_prefill
-        self._chunk_tokens = config.prefill.chunked_prefill_tokens
-        self._membership = membership
-        self._health = health
-        self._work = work
-        self._index = PrefixIndex(MAX_KEYS_PER_INSTANCE if config.engine.prefix_cache_mb else 0)
+        self._shares = {name: tenant.max_share for name, tenant in config.admission.tenants.items()}
+        self._parts = parts
+        self._decode = PlacementProfile(_settings(DECODE_FILTERS, placement.decode_weights, placement.picker))
+        self._far = FarSide(
+            routing=config.routing,
+            chunk_tokens=config.prefill.chunked_prefill_tokens,
+            profile=PlacementProfile(_settings(PREFILL_FILTERS, placement.prefill_weights, placement.picker)),
+            threshold=parts.threshold,
+            links=parts.links,
+            health=parts.health,
+        )
 
     def decode_ready(self, lost: Callable[[Instance], bool]) -> bool:
         """Whether any decode instance that is not `lost` can take a request."""
-        return any(not lost(i) for i in ready_decode(self._membership.instances(), self._model))
+        return any(not lost(i) for i in ready_decode(self._parts.membership.instances(), self._model))
 
     def context_tokens(self, model_limit: int) -> int:
         """The longest context that can be served now: the model's, or less when all workers offer less."""
-        offered = [i.max_context_tokens for i in ready_decode(self._membership.instances(), self._model)]
-        return min(model_limit, max(offered, default=model_limit))
+        ready = ready_decode(self._parts.membership.instances(), self._model)
+        return min(model_limit, max((i.max_context_tokens for i in ready), default=model_limit))
 
-    def place(self, query: PlacementQuery, exclude: Collection[str] = ()) -> tuple[Placement, int]:
-        """The placement and the prefix hit (tokens) it counts on.
-
-        Raises UnavailableError without decode, or when the prompt should go far, cannot, and may not stay.
-        """
-        instances = self._membership.instances()
-        self._forget_gone(instances)
-        candidates = [
-            DecodeCandidate(
-                instance=i,
-                outstanding_tokens=self._work.tokens(i),
-                outstanding_requests=self._work.requests(i),
-                hit_tokens=self._hit_tokens(i, query),
-            )
-            for i in ready_decode(instances, self._model)
-            if i.name not in exclude and i.max_context_tokens >= query.total_tokens
-        ]
-        chosen = pick_decode(candidates, query.prompt_tokens)
-        if chosen is None:
-            raise UnavailableError(
-                f"no decode instance of {self._model} is ready", reason="no_decode_instance", side="decode"
-            )
-        return self._prefill_for(query, chosen, instances), chosen.hit_tokens
+    def place(self, query: PlacementQuery, exclude: Collection[str] = ()) -> Placed:
+        """Raises UnavailableError without decode, or when the prompt should go far, cannot, and may not stay."""
+        parts = self._parts
+        trail = DecisionTrail(query.request_id, parts.clock.unix_s())
+        instances = self._live()
+        hits = parts.prefixes.hits(query.keys)
+        request = self._request(query, Role.DECODE, exclude)
+        decode = self._choose_decode(request, instances, hits, trail)
+        share = parts.rollout.share(self._model, query.tenant)
+        asked = ShareQuery(model=self._model, tenant=query.tenant, session=query.session, request=query.request_id)
+        included = in_share(share, asked)
+        if share is not None:
+            trail.add("rollout_share", ShareInputs(share, asked), included)
+        far = self._far.decide(
+            replace(
+                request,
+                role=Role.PREFILL,
+                total_tokens=query.prompt_tokens,
+                fingerprint=decode.instance.fingerprint,
+                exclude=(decode.instance.name,),
+            ),
+            [self._candidate(i, hits, query.prompt_tokens, query.tenant) for i in instances],
+            near_hit_tokens=decode.hit_tokens,
+            forced=query.forced,
+            in_rollout=included,
+            trail=trail,
+        )
+        placement = Placement(
+            decode=decode.instance,
+            prefill=None if far.prefill is None else far.prefill.instance,
+            reason=far.decision.reason,
+            uncached_tokens=uncached_tokens(query.prompt_tokens, decode.hit_tokens),
+            threshold_tokens=far.decision.threshold_tokens,
+        )
+        return Placed(
+            placement=placement,
+            hit_tokens=decode.hit_tokens,
+            far_hit_tokens=0 if far.prefill is None else far.prefill.hit_tokens,
+            trail=trail,
+            grant=self._grant(placement, trail),
+        )
 
     def another_prefill(
         self, decode: Instance, failed: Collection[tuple[str, str]], avoid_site: str | None
@@ -105,62 +167,90 @@ class Placer:
         `failed` are (name, generation) of instances that were tried: a restarted one may try again. One of another site
         than `avoid_site` goes first.
         """
-        ready = ready_prefill(self._membership.instances(), self._model, decode)
-        others = [i for i in ready if (i.name, i.generation) not in failed]
-        usable, _ = usable_prefill(others, decode, self._health.allows)
-        elsewhere = [i for i in usable if i.site != avoid_site]
-        picked = pick_prefill(self._prefill_candidates(elsewhere or usable))
-        return None if picked is None else picked.instance
-
-    def started(self, placement: Placement, keys: Sequence[bytes], reported_hit_tokens: int | None) -> None:
-        """Decode holds the prompt now; None: its report says nothing about the hit counted on."""
-        blocks = None if reported_hit_tokens is None else reported_hit_tokens // self._chunk_tokens
-        self._index.record(placement.decode.name, placement.decode.generation, keys, blocks)
-
-    def _prefill_for(self, query: PlacementQuery, chosen: DecodeCandidate, instances: Sequence[Instance]) -> Placement:
-        decode = chosen.instance
-        usable, availability = usable_prefill(
-            ready_prefill(instances, self._model, decode), decode, self._health.allows
+        others = [i for i in self._live() if (i.name, i.generation) not in failed and i.name != decode.name]
+        request = PlacementRequest(
+            model=self._model, role=Role.PREFILL, prompt_tokens=1, total_tokens=1, fingerprint=decode.fingerprint
         )
-        reason = decide(
-            OffloadInputs(
-                prompt_tokens=query.prompt_tokens,
-                hit_tokens=chosen.hit_tokens,
-                threshold_tokens=self._threshold_tokens,
-                availability=availability,
-                forced=query.forced,
-            )
-        )
-        if reason in BLOCKED_REASONS and not self._local_instead:
-            raise UnavailableError(
-                f"{_OBSTACLES[reason]}, and fallback_to_local_prefill is off", reason=str(reason), side="prefill"
-            )
-        prefill = None
-        if reason in REMOTE_REASONS:
-            prefill = pick_prefill(self._prefill_candidates(usable))
-        return Placement(
-            decode=decode,
-            prefill=prefill.instance if prefill is not None else None,
-            reason=reason,
-            uncached_tokens=uncached_tokens(query.prompt_tokens, chosen.hit_tokens),
-            threshold_tokens=self._threshold_tokens,
-        )
+        nothing = PrefixHits({}, {})
+        found = self._far.another(request, [self._candidate(i, nothing, 1, "") for i in others], avoid_site)
+        return None if found is None else found.instance
 
-    def _prefill_candidates(self, instances: Iterable[Instance]) -> list[PrefillCandidate]:
-        return [
-            PrefillCandidate(
-                instance=i, outstanding_tokens=self._work.tokens(i), outstanding_requests=self._work.requests(i)
+    def _choose_decode(
+        self, request: PlacementRequest, instances: Sequence[Instance], hits: PrefixHits, trail: DecisionTrail
+    ) -> Candidate:
+        reach = self._parts.reach
+        candidates = [
+            self._candidate(i, hits, request.prompt_tokens, request.tenant)._replace(
+                allowed=True, reachable=not reach.lost(i)
             )
             for i in instances
         ]
+        choice = self._decode.choose(request, candidates)
+        if choice.index is None and any(not c.reachable for c in candidates):
+            # One that could not be reached a moment ago is better than nobody.
+            candidates = [c._replace(reachable=True) for c in candidates]
+            choice = self._decode.choose(request, candidates)
+        trail.add("placement", PlacementInputs(self._decode.settings, request, tuple(candidates)), choice)
+        if choice.index is None:
+            full = any(
+                name == "tenant_share" and candidates[i].instance.state is InstanceState.READY
+                for i, name in choice.rejected
+            )
+            if full:
+                raise UnavailableError(
+                    "this tenant has its share of every decode instance", reason="tenant_share", side="decode"
+                )
+            raise UnavailableError(
+                f"no decode instance of {self._model} is ready", reason="no_decode_instance", side="decode"
+            )
+        return candidates[choice.index]
 
-    def _hit_tokens(self, instance: Instance, query: PlacementQuery) -> int:
-        blocks = self._index.hit_blocks(instance.name, instance.generation, query.keys)
-        return min(blocks * self._chunk_tokens, query.prompt_tokens - 1)
+    def _grant(self, placement: Placement, trail: DecisionTrail) -> FallbackGrant | None:
+        """What should have gone far and cannot is a fallback: within the budget, or not at all."""
+        if placement.reason not in _OBSTACLES:
+            return None
+        if not self._local_instead:
+            raise UnavailableError(
+                f"{_OBSTACLES[placement.reason]}, and fallback_to_local_prefill is off",
+                reason=str(placement.reason),
+                side="prefill",
+            )
+        return self._parts.fallback.ask(placement.uncached_tokens, trail)
 
-    def _forget_gone(self, instances: Sequence[Instance]) -> None:
-        self._index.retain([(i.name, i.generation) for i in instances])
-        self._health.retain(instances)
+    def _request(self, query: PlacementQuery, role: Role, exclude: Collection[str]) -> PlacementRequest:
+        return PlacementRequest(
+            model=self._model,
+            role=role,
+            prompt_tokens=query.prompt_tokens,
+            total_tokens=query.total_tokens,
+            session=query.session and f"{query.tenant}:{query.session}",
+            spread=query.request_id,
+            tenant=query.tenant,
+            tenant_share=self._shares.get(query.tenant, self._shares.get("*", 1.0)),
+            exclude=tuple(exclude),
+        )
+
+    def _candidate(self, instance: Instance, hits: PrefixHits, prompt_tokens: int, tenant: str) -> Candidate:
+        """As seen by who looks for a prefill instance: with its breaker."""
+        parts = self._parts
+        return candidate(
+            instance,
+            parts.prefixes.tokens(hits.at(instance.name), prompt_tokens),
+            parts.work.tokens(instance),
+            parts.work.requests(instance),
+            parts.work.tenant_tokens(instance, tenant),
+            instance.role is Role.DECODE or parts.health.allows(instance),
+        )
+
+    def _live(self) -> tuple[Instance, ...]:
+        instances = self._parts.membership.instances()
+        self._parts.prefixes.follow(instances)
+        self._parts.health.retain(instances)
+        return instances
+
+
+def _settings(filters: tuple[str, ...], weights: Section, picker: str) -> ProfileSettings:
+    return ProfileSettings(filters=filters, weights={n: w for n, w in weights.model_dump().items() if w}, picker=picker)
 
 
 def forced_placement(header: str | None, *, allowed: bool) -> Forced | None:

@@ -13,9 +13,11 @@ import random
 import structlog
 
 from farfill.core.cluster import FallbackReason, Instance
-from farfill.core.errors import FarfillError
+from farfill.core.errors import CapacityError, FarfillError
+from farfill.gateway.fallback import FallbackGrant
 from farfill.gateway.pipeline.attempt import Attempt, Failure, LegContext, make_attempt, run_attempt
 from farfill.gateway.pipeline.job import Job
+from farfill.gateway.pipeline.place import Placed
 from farfill.gateway.records import ContinuationRecord, LegError
 from farfill.policy.breaker import Outcome
 from farfill.wire.control import ContinueCommand, PrefillReport
@@ -33,10 +35,11 @@ _OF_THE_WAY = frozenset({FallbackReason.PREFILL_UNREACHABLE, FallbackReason.LINK
 class PrefillLeg:
     """Starts at once. Ends by itself, by `give_up` (decode stopped waiting) or by `cancel` (nobody wants it)."""
 
-    def __init__(self, ctx: LegContext, job: Job, attempt: Attempt) -> None:
+    def __init__(self, ctx: LegContext, job: Job, attempt: Attempt, placed: Placed) -> None:
         self._ctx = ctx
         self._job = job
         self._attempt = attempt
+        self._placed = placed
         self._tried = {(attempt.prefill.name, attempt.prefill.generation)}
         self._given_up = FallbackReason.NONE
         self._served = False
@@ -45,6 +48,10 @@ class PrefillLeg:
         self.error: LegError | None = None
         self.seconds: float | None = None
         self.continuations: list[ContinuationRecord] = []
+        self.grant: FallbackGrant | None = None
+        """Decode's permission to prefill by itself, once it needs one."""
+        self.refused: asyncio.Future[FarfillError] = asyncio.get_running_loop().create_future()
+        """Set when the prompt may not be prefilled near either."""
         self._task = asyncio.create_task(self._run(), name=f"prefill-leg-{attempt.transfer_id}")
 
     @property
@@ -82,26 +89,38 @@ class PrefillLeg:
                 if failure is None or self._served:
                     return
                 if not await self._continue(failure):
-                    await self._tell_decode(failure)
+                    if self._may_fall_back():
+                        await self._tell_decode(failure)
                     return
         finally:
             self.seconds = self._ctx.clock.now_s() - self._began_s
+
+    def _may_fall_back(self) -> bool:
+        """Whether decode may prefill the prompt itself; if not, whoever waits for decode hears of it."""
+        if self._ctx.config.routing.fallback_to_local_prefill:
+            try:
+                self.grant = self._ctx.fallback.ask(self._attempt.uncached_tokens, self._placed.trail)
+            except CapacityError as error:
+                self.refused.set_result(error)
+                return False
+        return True
 
     async def _try(self, attempt: Attempt) -> Failure | None:
         """One attempt, accounted for; None: the transfer is complete."""
         ctx, prefill = self._ctx, attempt.prefill
         waiting = max(prefill.queued_tokens, ctx.work.tokens(prefill))
         trial = ctx.health.begin(prefill, waiting + attempt.uncached_tokens)
-        claim = ctx.work.begin(prefill, attempt.uncached_tokens)
+        claim = ctx.work.begin(prefill, attempt.uncached_tokens, self._job.tenant)
         began_s = ctx.clock.now_s()
-        outcome, label = Outcome.NEUTRAL, "cancelled"
+        outcome, label, pause_s = Outcome.NEUTRAL, "cancelled", 1.0
         try:
             ended = await run_attempt(ctx, attempt, watched=ctx.config.kv_transfer.continuations > 0)
             if isinstance(ended, PrefillReport):
                 self.report, self.error = ended, None
                 outcome, label = Outcome.SUCCESS, "ok"
+                self._learn(prefill, ended)
                 return None
-            outcome, label = ended.breaker, str(ended.label)
+            outcome, label, pause_s = ended.breaker, str(ended.label), ended.retry_after_s
             self.error = LegError(reason=ended.reason, message=ended.detail)
             return ended
         except asyncio.CancelledError:
@@ -112,11 +131,20 @@ class PrefillLeg:
             raise
         finally:
             claim.end()
-            ctx.health.end(trial, outcome)
+            ctx.health.end(trial, outcome, of_the_way=label in _OF_THE_WAY, retry_after_s=pause_s)
             wire_bytes = self.report.wire_bytes if self.report is not None else 0
             ctx.observer.prefill_leg_ended(prefill, label, ctx.clock.now_s() - began_s, wire_bytes)
             if self.continuations:
                 self._continued(self.continuations[-1], label)
+
+    def _learn(self, prefill: Instance, report: PrefillReport) -> None:
+        """What a complete far prefill tells about its site, its link and its cache."""
+        ctx, job = self._ctx, self._job
+        ctx.links.far_ended(prefill, len(job.prompt), report)
+        first = not self.continuations
+        ctx.prefixes.computed(prefill.name, job.keys, report.cached_tokens if first else None)
+        if first:
+            ctx.policies.prefix_hit(self._placed.far_hit_tokens, report.cached_tokens)
 
     def _continued(self, record: ContinuationRecord, label: str) -> None:
         record.outcome = label

@@ -15,10 +15,11 @@ from farfill.telemetry.metrics.families import (
     TTFT_BUCKETS_S,
     MetricSet,
 )
+from farfill.telemetry.metrics.policies import PolicyMetrics
 
 OUTCOMES = ("ok", "client_error", "rejected", "error", "cancelled")
 FALLBACKS = tuple(str(reason) for reason in FallbackReason if reason is not FallbackReason.NONE)
-_REMOTE_REASONS = (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE)
+_REMOTE_REASONS = (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE, PlacementReason.FAR_CACHE)
 # Long enough for far prefill, whether or not it could be had.
 _ELIGIBLE_REASONS = frozenset(
     {
@@ -26,6 +27,8 @@ _ELIGIBLE_REASONS = frozenset(
         PlacementReason.NO_PREFILL_INSTANCE,
         PlacementReason.FINGERPRINT_MISMATCH,
         PlacementReason.BREAKER_OPEN,
+        PlacementReason.LINK_BUSY,
+        PlacementReason.PREFILL_OVERLOADED,
     }
 )
 
@@ -100,6 +103,7 @@ class GatewayMetrics:
         )
         self._declare_latencies(metrics, models)
         self._declare_far_side(metrics)
+        self.policies = PolicyMetrics(metrics)
 
     def _declare_latencies(self, metrics: MetricSet, models: Iterable[str]) -> None:
         placements = ("local", "remote")

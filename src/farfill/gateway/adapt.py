@@ -1,0 +1,98 @@
+"""The threshold in force: fixed, or searched again on the latest prompts' lengths while the gateway runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+
+import structlog
+
+from farfill.clock import Clock
+from farfill.config.routing import RoutingConfig
+from farfill.core.cluster import Instance, InstanceState, Role
+from farfill.gateway.decisions import DecisionTrail
+from farfill.gateway.links import LinkView, regime_limits
+from farfill.gateway.observe import PolicyObserver
+from farfill.policy.regime import SearchTrigger
+from farfill.policy.threshold import Curve, ThresholdInputs, search_threshold
+
+log = structlog.get_logger("farfill.gateway")
+
+MIN_LENGTHS = 64
+PERIODIC = "new_lengths"
+
+
+class Threshold:
+    """`tokens` is what prompts are compared with now. Owned by the event loop.
+
+    Searched when far prefill's queue surges or a link fills, when both calmed down, and when half of the lengths are
+    new; never more often than `routing.threshold_period_s`, and not before workers and links were measured.
+    """
+
+    def __init__(self, routing: RoutingConfig, links: LinkView, clock: Clock, observer: PolicyObserver) -> None:
+        self.tokens = routing.remote_prefill_threshold_tokens
+        self._routing = routing
+        self._links = links
+        self._clock = clock
+        self._observer = observer
+        self._limits = regime_limits(routing)
+        self._trigger = SearchTrigger(self._limits)
+        self._new_lengths = 0
+        self._searched_s = -inf
+        observer.threshold_set(self.tokens, "")
+
+    def seen(self, uncached_tokens: int) -> None:
+        """A prompt was placed."""
+        if self._routing.threshold == "auto":
+            self._trigger.seen(uncached_tokens)
+            self._new_lengths += 1
+
+    def search_if_due(self, instances: Sequence[Instance], queue_s: float, trail: DecisionTrail) -> None:
+        """`queue_s`: seconds of work at the busiest far site."""
+        if self._routing.threshold != "auto":
+            return
+        now_s = self._clock.now_s()
+        lengths = self._trigger.lengths()
+        utilisation = max((self._links.utilisation(link.site) for link in self._links.sites()), default=0.0)
+        trigger = self._trigger.due(queue_s, utilisation, now_s)
+        periodic = self._new_lengths >= max(MIN_LENGTHS, len(lengths) // 2)
+        if trigger is None and not (periodic and now_s - self._searched_s >= self._routing.threshold_period_s):
+            return
+        inputs = self._inputs(instances, lengths)
+        if inputs is None:
+            return
+        found = search_threshold(inputs)
+        trail.add("threshold", inputs, found)
+        self._searched_s, self._new_lengths = now_s, 0
+        reason = PERIODIC if trigger is None else str(trigger)
+        if found.changed:
+            log.info(
+                "threshold", tokens=found.threshold_tokens, before=self.tokens, reason=reason, rate=round(found.rate, 3)
+            )
+        self.tokens = found.threshold_tokens
+        self._observer.threshold_set(self.tokens, reason)
+
+    def _inputs(self, instances: Sequence[Instance], lengths: tuple[int, ...]) -> ThresholdInputs | None:
+        """None while too little is known."""
+        near_s, links = self._links.near_s_per_token, self._links
+        rates = [link.rate.value for link in links.sites() if link.rate.value]
+        far_s = [link.prefill_s_per_token.value for link in links.sites() if link.prefill_s_per_token.value]
+        if len(lengths) < MIN_LENGTHS or near_s is None or not rates or not far_s or not links.bytes_per_token:
+            return None
+        ready = [i for i in instances if i.state is InstanceState.READY]
+        return ThresholdInputs(
+            lengths=lengths,
+            far_instances=sum(i.role is Role.PREFILL for i in ready),
+            near_instances=sum(i.role is not Role.PREFILL for i in ready),
+            far_prefill_s=_line(sum(far_s) / len(far_s)),
+            near_prefill_s=_line(near_s),
+            kv_bytes=_line(links.bytes_per_token),
+            egress_bytes_per_s=self._limits.target * sum(rates),
+            lowest=self._routing.threshold_min_tokens,
+            highest=self._routing.threshold_max_tokens,
+            current=self.tokens,
+        )
+
+
+def _line(per_token: float) -> Curve:
+    return Curve(((1000.0, 1000.0 * per_token),))

@@ -1,0 +1,119 @@
+"""Metrics of the gateway's policies. Implements `farfill.gateway.observe.PolicyObserver` by shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from farfill.telemetry.metrics.families import TTFT_BUCKETS_S, MetricSet
+
+VERDICTS = ("granted", "fallback_tokens", "fallback_concurrency", "fallback_itl_guard")
+ADMISSIONS = (
+    "started",
+    "cancelled",
+    "tenant_requests",
+    "tenant_tokens",
+    "tenant_queue_full",
+    "queue_full",
+    "too_large",
+    "shed",
+    "queue_deadline",
+)
+SEARCHES = ("queue_surge", "egress_pressure", "relief", "new_lengths")
+ROLLOUT_ACTIONS = ("advance", "hold", "revert", "done")
+
+
+class PolicyMetrics:
+    """Declared on the gateway's own set."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._prefix_tokens = metrics.counter(
+            "farfill_prefix_tokens",
+            "Prompt tokens of prefix hits where prompts were prefilled: counted on when placed, and really found.",
+            kind=("expected", "actual"),
+        )
+        self._threshold = metrics.gauge(
+            "farfill_threshold_tokens", "Uncached tokens from which on prompts are prefilled far."
+        )
+        self._searches = metrics.counter(
+            "farfill_threshold_searches", "Searches of the threshold, by what asked for them.", reason=SEARCHES
+        )
+        self._fallback = metrics.counter(
+            "farfill_fallback_budget",
+            "Prompts that belong far and asked for local prefill, by the budget's answer.",
+            verdict=VERDICTS,
+        )
+        self._remaining = metrics.gauge(
+            "farfill_fallback_budget_remaining_ratio", "What is left of the fallback budget, 0 to 1."
+        )
+        self._declare_admission(metrics)
+        self._dropped = metrics.counter("farfill_decisions_dropped", "Lines the decision log could not keep.")
+        self._percent = metrics.gauge(
+            "farfill_rollout_percent", "Share of requests that may go far, as applied here.", model=(), tenant=()
+        )
+        self._steps = metrics.counter(
+            "farfill_rollout_decisions",
+            "What guards of automatic rollouts decided, and why.",
+            action=ROLLOUT_ACTIONS,
+            reason=(),
+        )
+        self._shown: set[tuple[str, str]] = set()
+        self._remaining().set(1)
+        self._dropped()
+
+    def _declare_admission(self, metrics: MetricSet) -> None:
+        self._admissions = metrics.counter(
+            "farfill_admissions", "Requests that came to admission, by how they left it.", outcome=ADMISSIONS
+        )
+        self._waits = metrics.histogram("farfill_admission_wait_seconds", "Wait for a turn.", TTFT_BUCKETS_S)
+        self._running = metrics.gauge("farfill_admission_running", "Requests that have their turn.")
+        self._waiting = metrics.gauge("farfill_admission_waiting", "Requests that wait for it.")
+        self._kv_tokens = metrics.gauge(
+            "farfill_admission_kv_tokens", "Prompt and longest output, in tokens, of requests that have their turn."
+        )
+        self._link_bytes = metrics.gauge(
+            "farfill_admission_link_bytes", "KV these are to bring over links yet, by estimate."
+        )
+        for child in (self._waits, self._running, self._waiting, self._kv_tokens, self._link_bytes):
+            child()
+
+    def prefix_hit(self, expected_tokens: int, actual_tokens: int) -> None:
+        """A prompt was prefilled."""
+        self._prefix_tokens(kind="expected").inc(expected_tokens)
+        self._prefix_tokens(kind="actual").inc(actual_tokens)
+
+    def threshold_set(self, tokens: int, reason: str) -> None:
+        """The threshold in force."""
+        self._threshold().set(tokens)
+        if reason:
+            self._searches(reason=reason).inc()
+
+    def fallback_asked(self, verdict: str, remaining_ratio: float) -> None:
+        """A prompt that belongs far asked for local prefill."""
+        self._fallback(verdict=verdict).inc()
+        self._remaining().set(remaining_ratio)
+
+    def admission(self, running: int, waiting: int, kv_tokens: int, link_bytes: int) -> None:
+        """What admission counts now."""
+        self._running().set(running)
+        self._waiting().set(waiting)
+        self._kv_tokens().set(kv_tokens)
+        self._link_bytes().set(link_bytes)
+
+    def admission_ended(self, outcome: str, waited_s: float) -> None:
+        """A request left admission."""
+        self._admissions(outcome=outcome).inc()
+        self._waits().observe(waited_s)
+
+    def decisions_dropped(self, count: int) -> None:
+        """Lines that the decision log lost."""
+        self._dropped().inc(count)
+
+    def rollout_set(self, shares: Mapping[tuple[str, str], float]) -> None:
+        """Percent by (model, tenant); one that is gone counts as 100."""
+        self._shown |= set(shares)
+        for model, tenant in self._shown:
+            self._percent(model=model, tenant=tenant).set(shares.get((model, tenant), 100.0))
+
+    def rollout_decided(self, action: str, reason: str) -> None:
+        """A guard spoke."""
+        self._steps(action=action, reason=reason).inc()
