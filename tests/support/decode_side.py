@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
 from blake3 import blake3
@@ -37,12 +37,16 @@ class DecodeSide:
         assert self._process.wait(30) == 0
         self._process.stdout.close()
 
-    def decode(self, model: Path, chunk: int, tokens: int, kv: bytes, first: int, steps: int) -> dict[str, Any]:
+    def decode(
+        self, model: Path, chunk: int, tokens: int, kv: bytes, first: int, steps: int, position_offset: int = 0
+    ) -> dict[str, Any]:
         """Decode `steps` tokens after the `tokens` that `kv` is of (all pieces in order), beginning with `first`.
 
-        Answers with `fingerprint`, `tokens` and `logits`, a digest of all logits.
+        `position_offset` is what the prompt's images do to positions. Answers with `fingerprint`, `tokens` and
+        `logits`, a digest of all logits.
         """
-        fields = {"model": str(model), "chunk": chunk, "tokens": tokens, "first": first, "steps": steps}
+        fields: dict[str, Any] = {"model": str(model), "chunk": chunk, "tokens": tokens, "first": first, "steps": steps}
+        fields["position_offset"] = position_offset
         out, back = self._process.stdin, self._process.stdout
         assert out is not None
         assert back is not None
@@ -90,6 +94,7 @@ def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
                 offset += piece.nbytes
             assert offset == len(content), f"{len(content)} bytes came, the layout has {offset}"
             kv.attach(request["tokens"])
+            kv.media = SimpleNamespace(position_offset=request["position_offset"])
             outputs, digest = greedy(loaded.executor, [(kv, request["first"])], request["steps"])
             answer = {"fingerprint": loaded.info.fingerprint, "tokens": outputs[0], "logits": digest}
         except Exception as error:

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from farfill.core.layout import KVLayout
+from farfill.engine.media import MediaInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,12 @@ class Capabilities:
 
 
 class SequenceKV(Protocol):
-    """The KV cache of one sequence, with room fixed at allocation."""
+    """The KV cache of one sequence, with room fixed at allocation.
+
+    `media`: the images of its prompt, set before the first step.
+    """
+
+    media: MediaInputs | None
 
     @property
     def tokens(self) -> int:

@@ -20,6 +20,7 @@ from farfill.core.layout import KVLayout, TensorKind, TensorLayout
 from farfill.engine.executor import Capabilities, SequenceKV
 from farfill.engine.limits import EngineLimits
 from farfill.engine.local import LocalEngine
+from farfill.engine.media import MediaInputs
 from farfill.engine.memory import allocate_bytes
 from farfill.engine.output import Vocabulary, byte_alphabet
 from farfill.engine.protocol import EngineInfo
@@ -95,6 +96,7 @@ class FakeKV:
         self.layout = layout
         self.capacity_tokens = capacity_tokens
         self.tokens = 0
+        self.media: MediaInputs | None = None
         # Rows written so far, by layer: a prefill step completes one layer after the other.
         self.written: dict[int, int] = {}
         # States before the last token, to go back to when its step failed.
@@ -125,7 +127,7 @@ class FakeKV:
     def fork(self) -> FakeKV:
         """An independent copy."""
         copy = FakeKV(self.layout, self.capacity_tokens)
-        copy.tokens = self.tokens
+        copy.tokens, copy.media = self.tokens, self.media
         for mine, other in zip(self.buffers, copy.buffers, strict=True):
             other[:] = mine
         return copy

@@ -7,7 +7,13 @@ from pathlib import Path
 
 import blake3
 
-_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "preprocessor_config.json",
+    "processor_config.json",
+)
 # Keys of config.json that say where a file came from, not what the model computes.
 _NOT_IDENTITY = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 

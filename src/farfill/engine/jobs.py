@@ -99,6 +99,7 @@ class Job(ABC):
         self.prompt = work.prompt
         self.priority = work.priority
         self.tenant = work.tenant
+        self.media_inputs = work.media_inputs
         self.num_tokens = len(work.prompt) - 1
         self.keys = keys
         self.demand = demand

@@ -14,6 +14,7 @@ from farfill.engine.checkpoints import checkpoint_bytes
 from farfill.engine.executor import Executor
 from farfill.engine.jobs import Demand, GenerateJob, PrefillJob
 from farfill.engine.limits import EngineLimits
+from farfill.engine.media import MediaProcessor
 from farfill.engine.memory import KVMemory
 from farfill.engine.output import Vocabulary
 from farfill.engine.prefix import PrefixCache
@@ -44,8 +45,11 @@ class LocalEngine:
         vocabulary: Vocabulary,
         limits: EngineLimits,
         clock: Clock | None = None,
+        *,
+        media: MediaProcessor | None = None,
     ) -> None:
         self.info = info
+        self.media = media
         self.vocabulary = vocabulary
         self._executor = executor
         self._limits = limits
@@ -174,6 +178,10 @@ class LocalEngine:
     def _check_work(self, work: GenerateWork | PrefillWork, *, at_least: int) -> None:
         prompt = work.prompt
         check_priority(work.priority)
+        if work.media_inputs is not None and self.media is None:
+            raise InvalidRequestError(
+                f"{self.info.model} takes no images here", param="media", reason="unsupported_media"
+            )
         if len(prompt) < at_least:
             raise InvalidRequestError(
                 f"the prompt needs at least {at_least} tokens, it has {len(prompt)}", param="prompt"

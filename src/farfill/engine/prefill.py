@@ -103,6 +103,7 @@ class PrefillTurns:
         job.started = True
         kv = job.kv
         assert kv is not None
+        kv.media = job.media_inputs
         self._jobs[job] = None
         # Newcomers get in line; otherwise a stream of them would keep the others waiting.
         job.last_turn = self._turn

@@ -15,6 +15,7 @@ from typing import Protocol
 
 from farfill.core.layout import KVLayout
 from farfill.core.sampling import SamplingParams
+from farfill.engine.media import MediaInputs, MediaProcessor
 from farfill.kv.hashing import KeyMaterial
 from farfill.kv.manifest import Manifest
 
@@ -54,6 +55,19 @@ class EngineTotals:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankLoads:
+    """Of an engine in several processes: what each rank did since the start, rank 0 first.
+
+    `step_s` in steps, of which `exchange_s` in exchanges with the others, waiting for them included.
+    `expert_tokens`: (token, layer) pairs sent to each expert.
+    """
+
+    step_s: tuple[float, ...]
+    exchange_s: tuple[float, ...]
+    expert_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
     """A snapshot of how busy the engine is. Of `kv_used_bytes`, `kv_filled_bytes` hold KV of tokens by now.
 
@@ -70,6 +84,7 @@ class EngineLoad:
     totals: EngineTotals = EngineTotals()
     ready: bool = True
     exposition: bytes = b""
+    ranks: RankLoads | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,7 +195,8 @@ class PrefillWork:
     """Compute the KV of `prompt[:-1]` and export it. `cache_salt` separates tenants in the prefix cache.
 
     `priority`: lower goes first, within `core.priority`'s bounds. Among equals, tenants take turns.
-    `adapter` and `media` (position and digest of what stands behind tokens that are no text) are part of prefix keys.
+    `adapter` and `media` (position and digest of what stands behind tokens that are no text) are part of prefix keys;
+    `media_inputs` is what the model sees there.
     """
 
     request_id: str
@@ -190,6 +206,7 @@ class PrefillWork:
     tenant: str = ""
     adapter: str = ""
     media: tuple[KeyMaterial, ...] = ()
+    media_inputs: MediaInputs | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,6 +221,7 @@ class GenerateWork:
     tenant: str = ""
     adapter: str = ""
     media: tuple[KeyMaterial, ...] = ()
+    media_inputs: MediaInputs | None = None
 
 
 class Engine(Protocol):
@@ -211,6 +229,11 @@ class Engine(Protocol):
 
     @property
     def info(self) -> EngineInfo: ...
+
+    @property
+    def media(self) -> MediaProcessor | None:
+        """The image side of the model; None when it takes text only."""
+        ...
 
     def load(self) -> EngineLoad:
         """Raises EngineError when it can never work again: its process should end, to be started anew."""

@@ -18,6 +18,7 @@ from farfill.engine.torch.attention import ragged_step
 from farfill.engine.torch.host import pin_thread, trim_memory
 from farfill.engine.torch.kv import KVSpec, TorchKV
 from farfill.engine.torch.step import StepCache
+from farfill.engine.torch.vision import VisionPrompt
 
 
 class TorchExecutor:
@@ -74,6 +75,8 @@ class TorchExecutor:
         if outlet is not None:
             outlet.step_ran()
         cache.commit(len(token_ids))
+        if isinstance(kv.media, VisionPrompt):
+            kv.media.done(kv.tokens)
 
     @torch.inference_mode()
     def decode(self, rows: Sequence[tuple[SequenceKV, int]]) -> npt.NDArray[np.float32]:
@@ -84,6 +87,10 @@ class TorchExecutor:
             return self._decode(rows)
         finally:
             self._after_layer = after_layer
+
+    def progress(self) -> None:
+        """Something of a long step is done."""
+        self.on_progress()
 
     def idle(self) -> None:
         """Give freed heap pages back to the operating system."""
@@ -112,7 +119,7 @@ class TorchExecutor:
     def _next_logits(
         self, token_ids: Sequence[Sequence[int]], sequences: Sequence[TorchKV], cache: StepCache
     ) -> npt.NDArray[np.float32]:
-        out = self._run(self._model, token_ids, [kv.tokens for kv in sequences], cache)
+        out = self._run(self._model, token_ids, [kv.next_position for kv in sequences], cache)
         return out.logits[:, -1].float().cpu().numpy()
 
     def _extend(
@@ -125,7 +132,10 @@ class TorchExecutor:
         for run in runs:
             if run is runs[-1]:
                 self._after_layer = after_layer
-            self._run(self._decoder, [run], [start], cache)
+            if isinstance(kv.media, VisionPrompt):
+                self._decoder(**kv.media.step(start, len(run), cache), cache=cache, use_cache=True)
+            else:
+                self._run(self._decoder, [run], [start], cache)
             start += len(run)
             cache.saw(len(run))
 

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
+from farfill.engine.media import MediaInputs
 from farfill.engine.memory import allocate_bytes
 from farfill.engine.torch.rows import WINDOW_SLACK_TOKENS, FullRows, Rows, WindowRows
 from farfill.engine.torch.staging import HostMirror
@@ -88,11 +91,14 @@ class LayerKV:
 
 
 class TorchKV:
-    """Implements `engine.executor.SequenceKV`."""
+    """Implements `engine.executor.SequenceKV`, in memory of its own or in `buffer` (host memory)."""
 
-    def __init__(self, spec: KVSpec, capacity_tokens: int, *, dense: bool = False) -> None:
+    def __init__(
+        self, spec: KVSpec, capacity_tokens: int, *, dense: bool = False, buffer: npt.NDArray[np.uint8] | None = None
+    ) -> None:
         self.spec = spec
         self.tokens = 0
+        self.media: MediaInputs | None = None
         self._capacity_tokens = capacity_tokens
         self._spans = spec.spans(capacity_tokens)
         nbytes = spec.buffer_bytes(capacity_tokens)
@@ -101,7 +107,7 @@ class TorchKV:
             self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=spec.device)
             self._mirror = HostMirror(self._bytes)
         else:
-            self._host = allocate_bytes(nbytes, dense=dense)
+            self._host = allocate_bytes(nbytes, dense=dense) if buffer is None else buffer
             self._bytes = torch.from_numpy(self._host)
         self.layers = self._make_layers()
 
@@ -140,11 +146,16 @@ class TorchKV:
         """An independent copy with the same room."""
         copy = TorchKV(self.spec, self._capacity_tokens, dense=True)
         copy._bytes.copy_(self._bytes)
-        copy.tokens = self.tokens
+        copy.tokens, copy.media = self.tokens, self.media
         for mine, other in zip(self.layers, copy.layers, strict=True):
             if mine.rows is not None and other.rows is not None:
                 other.rows.copy_state(mine.rows)
         return copy
+
+    @property
+    def next_position(self) -> int:
+        """The position of the next token, unless it is one of an image."""
+        return self.tokens if self.media is None else self.tokens + self.media.position_offset
 
     def truncate(self, tokens: int) -> None:
         """Forget what a failed step may have added after the first `tokens` tokens; it left states alone."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.utils import logging
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
@@ -26,7 +27,9 @@ from farfill.engine.torch.kv import KVSpec
 from farfill.engine.torch.layout import ModelShape, derive_shape, require_known
 from farfill.engine.torch.linear import pack_linears
 from farfill.engine.torch.mamba1 import fix_continuation
+from farfill.engine.torch.processor import TorchMedia, open_media
 from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
+from farfill.engine.torch.vision import FAMILIES, TextPart, VisionPart
 
 ENGINE_VERSION = "torch-2"
 
@@ -49,15 +52,28 @@ class LoadOptions:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that passed its check, ready for an engine. `info.kv_total_bytes` is the engine's to set."""
+    """A model that passed its check, ready for an engine. `info.kv_total_bytes` is the engine's to set.
+
+    `vision` is there for vision-language models, `media` as well when their processor can be used here.
+    """
 
     info: EngineInfo
     executor: TorchExecutor
     vocabulary: Vocabulary
+    vision: VisionPart | None = None
+    media: TorchMedia | None = None
 
 
-def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path) -> LocalEngine:
-    """See `farfill.engine.torch.load_engine`."""
+def load(
+    model: ModelConfig,
+    engine: EngineConfig,
+    prefill: PrefillConfig,
+    base_dir: Path,
+    *,
+    open_model: Callable[[Path, ModelConfig, int, LoadOptions], LoadedModel] | None = None,
+    make_engine: Callable[..., LocalEngine] = LocalEngine,
+) -> LocalEngine:
+    """See `farfill.engine.torch.load_engine`; `open_model` replaces `load_model`."""
     if engine.prefix_cache_mb >= engine.kv_cache_mb:
         raise ConfigError(
             f"engine.prefix_cache_mb ({engine.prefix_cache_mb}) must be less than engine.kv_cache_mb "
@@ -71,7 +87,7 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
         cpus=cpus,
         checkpoint_every_chunks=prefill.checkpoint_every_chunks,
     )
-    loaded = load_model(base_dir / model.path, model, prefill.chunked_prefill_tokens, options)
+    loaded = (open_model or load_model)(base_dir / model.path, model, prefill.chunked_prefill_tokens, options)
     prefix_bytes = engine.prefix_cache_mb * _MIB
     info = replace(loaded.info, kv_total_bytes=engine.kv_cache_mb * _MIB - prefix_bytes)
     limits = EngineLimits(
@@ -83,7 +99,7 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
         output_reserve_tokens=engine.output_reserve_tokens if engine.device == "cpu" else None,
         prefix_ttl_s=engine.prefix_ttl_s,
     )
-    return LocalEngine(info, loaded.executor, loaded.vocabulary, limits)
+    return make_engine(info, loaded.executor, loaded.vocabulary, limits, media=loaded.media)
 
 
 def load_model(
@@ -91,11 +107,15 @@ def load_model(
 ) -> LoadedModel:
     """Weights, layout and tokenizer of `folder`, checked against a plain forward pass."""
     options = options or LoadOptions()
-    _require_files(folder)
+    require_files(folder)
     _device(options.device)
-    require_known(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    require_known(config.get_text_config())
     attention.register()
-    net = _load_weights(folder, model.dtype, options)
+    sees = config.model_type in FAMILIES
+    net = _load_weights(folder, model.dtype, options, AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+    vision = VisionPart(net) if sees else None
+    net = TextPart(net) if sees else net
     fix_continuation(net)
     shape = derive_shape(net, prefill_chunk_tokens)
     if not shape.layout.resumable:
@@ -106,6 +126,8 @@ def load_model(
     mark = fingerprint(folder, ENGINE_VERSION, model.dtype, shape.layout)
     _check(net, executor, shape, CheckMemory(cache_dir() / "model-checks", mark, (options.device, options.attention)))
     executor.pin(options.cpus)
+    if vision is not None:
+        vision.on_progress = executor.progress
     info = EngineInfo(
         engine="torch",
         model=model.name,
@@ -116,7 +138,9 @@ def load_model(
         kv_total_bytes=0,
     )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return LoadedModel(info, executor, Vocabulary.of(tokenizer, _eos_ids(net), info.vocab_size))
+    vocabulary = Vocabulary.of(tokenizer, eos_ids(net), info.vocab_size)
+    media = None if vision is None else open_media(folder, config.model_type, vision)
+    return LoadedModel(info, executor, vocabulary, vision, media)
 
 
 def _check(net: Any, executor: TorchExecutor, shape: ModelShape, memory: CheckMemory) -> None:
@@ -130,7 +154,7 @@ def _check(net: Any, executor: TorchExecutor, shape: ModelShape, memory: CheckMe
         executor.capabilities = found
 
 
-def _require_files(folder: Path) -> None:
+def require_files(folder: Path) -> None:
     missing = [name for name in _REQUIRED if not (folder / name).is_file()]
     if missing or not any(folder.glob("*.safetensors")):
         missing = missing or ["*.safetensors"]
@@ -139,10 +163,10 @@ def _require_files(folder: Path) -> None:
         )
 
 
-def _load_weights(folder: Path, dtype: str, options: LoadOptions) -> Any:
+def _load_weights(folder: Path, dtype: str, options: LoadOptions, kind: Any) -> Any:
     logging.disable_progress_bar()
     # A model folder is complete; asking the hub for what is missing would only hide that.
-    net: Any = AutoModelForCausalLM.from_pretrained(
+    net: Any = kind.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
         attn_implementation=attention.SDPA,
@@ -165,7 +189,7 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _eos_ids(net: Any) -> frozenset[int]:
+def eos_ids(net: Any) -> frozenset[int]:
     """The ids that end a text, of the generation config or else of the model's."""
     for config in (net.generation_config, net.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)

@@ -18,8 +18,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from farfill.core.layout import TensorKind
-from farfill.engine.torch.kv import LayerKV, TorchKV
-from farfill.engine.torch.rows import Rows
+from farfill.engine.torch.kv import LayerKV, TorchKV, is_state
+from farfill.engine.torch.rows import KeysAndValues, Rows
 
 
 class RaggedRows(list[torch.Tensor]):
@@ -37,12 +37,15 @@ class _AttentionStep(CacheLayerMixin):
         self._ragged = ragged
         self._dense = dense
         self._chunk_tokens = rows[0].window + 1 if chunked else 0
+        self.ahead = 0
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Buffers exist from the start."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Append [batch, heads, q, dim]; everything each sequence's new tokens may look at."""
+        if self.ahead:
+            return self._append_and_look_ahead(key_states, value_states)
         if not self._ragged:
             return self._rows[0].append(key_states, value_states)
         all_keys, all_values = RaggedRows(), RaggedRows()
@@ -65,6 +68,12 @@ class _AttentionStep(CacheLayerMixin):
     def get_max_length(self) -> int:
         """Tokens a step may look at, its own included; -1: no bound."""
         return self._rows[0].window + 1 if self.is_sliding else -1
+
+    def _append_and_look_ahead(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeysAndValues:
+        """Append all but the last `ahead` tokens, which are only looked at."""
+        kept = key_states.shape[2] - self.ahead
+        keys, values = self._rows[0].append(key_states[:, :, :kept], value_states[:, :, :kept])
+        return torch.cat([keys, key_states[:, :, kept:]], dim=2), torch.cat([values, value_states[:, :, kept:]], dim=2)
 
     def _own_chunk(self, seen: torch.Tensor, length: int) -> torch.Tensor:
         """The last token's own run of `_chunk_tokens` tokens, up to it."""
@@ -136,6 +145,14 @@ class StepCache(Cache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens before those of this forward pass, whatever the layer keeps."""
         return self._tokens
+
+    def look_ahead(self, tokens: int) -> None:
+        """The next forward pass of one sequence has `tokens` more at its end that are not to be kept."""
+        # A state has no rows to leave out again.
+        assert not tokens or not any(is_state(tensor) for tensor in self.sequences[0].spec.layout.tensors)
+        for layer in self.layers:
+            if isinstance(layer, _AttentionStep):
+                layer.ahead = tokens
 
     def saw(self, new_tokens: int) -> None:
         """A forward pass of this step is over, another one may follow."""

@@ -15,6 +15,7 @@ import structlog
 
 from farfill.core.errors import CapacityError, EngineError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
+from farfill.engine.media import MediaProcessor
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import (
     Cancellable,
@@ -58,6 +59,8 @@ class VllmEngine:
     ) -> None:
         """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead."""
         self.info = info
+        # vLLM makes its own multimodal prompts, which the connector does not move yet.
+        self.media: MediaProcessor | None = None
         self._vocabulary = vocabulary
         self._server = server
         self._folder = folder
@@ -76,8 +79,12 @@ class VllmEngine:
 
     @property
     def folder(self) -> Path:
-        """Where sockets, shared memory and vLLM's log are."""
+        """Where sockets and shared memory are."""
         return self._folder.path
+
+    def log(self, lines: int) -> str:
+        """The last lines that vLLM wrote."""
+        return self._server.tail(lines)
 
     def load(self) -> EngineLoad:
         """How busy vLLM is. Raises EngineError when it is dead."""
