@@ -20,6 +20,7 @@ from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.observe import RequestSummary, SilentObserver
 from farfill.gateway.service import GatewayDeps, GatewayService
 from farfill.gateway.tokenizer import load_tokenizer
+from farfill.registry.store import Store
 from support.stub_worker import StubWorker, Transfers, sign_stub_ticket
 from support.tiny_tokenizer import write_model_folder
 
@@ -115,6 +116,7 @@ async def running_gateway(
     chat_template: bool | str = True,
     worker_tls: ssl.SSLContext | None = None,
     decode_tls: ssl.SSLContext | None = None,
+    store: Store | None = None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Harness]:
     """Start two stubs and a gateway; stop everything at the end."""
@@ -135,6 +137,7 @@ async def running_gateway(
         sign_ticket=sign_stub_ticket,
         worker_tls=worker_tls,
         observer=observer,
+        store=store,
         metrics=lambda: (b"farfill_up 1\n", "text/plain; version=0.0.4; charset=utf-8"),
     )
     runner = build_runner(deps, shutdown_timeout_s=0.1)

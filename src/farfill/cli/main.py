@@ -9,12 +9,13 @@ import sys
 
 import typer
 
-from farfill.cli import config, link, model, pki, plan
+from farfill.cli import config, link, model, pki, plan, rollout
 from farfill.cli.decode import decode
 from farfill.cli.gateway import gateway
 from farfill.cli.parity import parity
 from farfill.cli.prefill import prefill
 from farfill.cli.registry import registry
+from farfill.cli.replay import replay
 from farfill.cli.simulate import simulate
 from farfill.cli.up import up
 from farfill.cli.version import version
@@ -36,6 +37,8 @@ app.add_typer(pki.app, name="pki")
 app.command()(parity)
 app.add_typer(link.app, name="link")
 app.add_typer(plan.app, name="plan")
+app.add_typer(rollout.app, name="rollout")
+app.command()(replay)
 app.command()(simulate)
 app.command()(up)
 app.command()(version)

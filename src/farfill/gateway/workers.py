@@ -38,6 +38,8 @@ from farfill.wire.control import (
     GenerationEvent,
     PrefillCommand,
     PrefillReport,
+    RenderCommand,
+    RenderReply,
     TransferStatus,
 )
 from farfill.wire.events import EventReader
@@ -161,6 +163,10 @@ class WorkerClient:
     async def prefill(self, instance: Instance, command: PrefillCommand) -> PrefillReport:
         """Prefill there and push; returns when the transfer is complete."""
         return await self._call(instance, "/v1/prefill", command, PrefillReport)
+
+    async def render(self, instance: Instance, command: RenderCommand) -> RenderReply:
+        """Token ids of a prompt with images."""
+        return await self._call(instance, "/v1/render", command, RenderReply)
 
     async def fail_transfer(self, instance: Instance, transfer_id: str, reason: FallbackReason, detail: str) -> None:
         """Tell a decode worker not to wait for a transfer."""

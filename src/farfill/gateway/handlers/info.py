@@ -12,6 +12,7 @@ from farfill.core.cluster import Role
 from farfill.core.errors import InvalidRequestError
 from farfill.gateway.handlers.body import read_body
 from farfill.gateway.handlers.conversation import Conversations
+from farfill.gateway.links import SiteLink
 from farfill.gateway.openai.requests import DetokenizeBody, TokenizeBody, parse
 from farfill.gateway.pipeline.tokenize import detokenize, tokenize_text
 from farfill.gateway.service import GatewayService
@@ -43,6 +44,7 @@ class InfoHandler:
             web.get("/metrics", self._metrics),
             web.get("/v1/farfill/requests/{request_id}", self._request_record),
             web.get("/v1/farfill/instances", self._instances),
+            web.get("/v1/farfill/rollout", self._rollout),
         ]
 
     async def _models(self, _: web.Request) -> web.Response:
@@ -119,7 +121,35 @@ class InfoHandler:
             if instance.role is not Role.DECODE:
                 entry["breaker"] = str(self._service.health.state(instance))
             shown.append(entry)
-        return _json({"instances": shown, "requests_in_progress": self._service.admission.in_progress})
+        return _json(
+            {
+                "instances": shown,
+                "sites": {link.site: self._far_site(link) for link in self._service.links.sites()},
+                "threshold_tokens": self._service.threshold.tokens,
+                "requests_in_progress": self._service.admission.in_progress,
+            }
+        )
+
+    def _far_site(self, link: SiteLink) -> dict[str, object]:
+        """What is believed of a far site and the link from it; null where nothing was measured yet."""
+        return {
+            "breaker": str(self._service.health.site_state(link.site)),
+            "link_bytes_per_s": link.rate.value,
+            "link_rtt_s": link.rtt.value,
+            "link_utilisation": self._service.links.utilisation(link.site),
+            "bandwidth": str(link.regime.state),
+            "prefill_s_per_token": link.prefill_s_per_token.value,
+        }
+
+    async def _rollout(self, _: web.Request) -> web.Response:
+        shares = [
+            {"model": model, "tenant": tenant, **msgspec.structs.asdict(record)}
+            for (model, tenant), record in sorted(self._service.rollout.records.items())
+        ]
+        shared = self._service.shared
+        away_s = 0.0 if shared is None else shared.stale_s
+        registry = f"away for {away_s:.0f} s; these were the shares then" if away_s > 0 else "ok"
+        return _json({"shares": shares, "registry": registry, "gateway": "" if shared is None else shared.gateway})
 
     def _model_card(self) -> dict[str, object]:
         return {
