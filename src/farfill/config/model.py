@@ -179,7 +179,7 @@ class EngineConfig(Section):
         default=0.0, ge=0, description="Seconds after which KV kept for prefix hits is dropped unless used; 0: never."
     )
     step_token_budget: int = Field(
-        default=512,
+        default=256,
         ge=16,
         le=131_072,
         description="Tokens of prefill and decode in one step. A longer prefill chunk is interrupted at layer boundaries"

@@ -18,6 +18,6 @@ class EngineLimits:
     max_batch: int
     max_queue: int
     prefix_cache_bytes: int
-    step_token_budget: int = 512
+    step_token_budget: int = 256
     output_reserve_tokens: int | None = None
     prefix_ttl_s: float = 0.0
