@@ -14,7 +14,7 @@ FEW = 4
 MANY = 64
 STEP = 4
 # A step must bring this much more goodput, unless loss and round trip stay what they were.
-WORTHWHILE = 1.3
+WORTHWHILE = 1.1
 LOSS_THAT_LIMITS = 2e-5
 LOSS_GREW = 2.0
 ROUND_TRIP_GREW = 1.5
