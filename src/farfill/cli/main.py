@@ -10,6 +10,7 @@ import sys
 import typer
 
 from farfill.cli import config, link, model, pki, plan, rollout
+from farfill.cli.autoscale import autoscale
 from farfill.cli.decode import decode
 from farfill.cli.gateway import gateway
 from farfill.cli.parity import parity
@@ -40,6 +41,7 @@ app.add_typer(plan.app, name="plan")
 app.add_typer(rollout.app, name="rollout")
 app.command()(replay)
 app.command()(simulate)
+app.command()(autoscale)
 app.command()(up)
 app.command()(version)
 

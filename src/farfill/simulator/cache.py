@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import islice
 
 
 class BlockCache:
@@ -11,7 +11,7 @@ class BlockCache:
 
     def __init__(self, blocks: int) -> None:
         self._blocks = blocks
-        self._held: OrderedDict[bytes, None] = OrderedDict()
+        self._held: dict[bytes, None] = {}  # in the order of use
 
     def __len__(self) -> int:
         return len(self._held)
@@ -29,13 +29,14 @@ class BlockCache:
         if self._blocks == 0:
             return
         held = self._held
+        renew = held.pop
         for key in reversed(keys):
-            if key in held:
-                held.move_to_end(key)
-            else:
-                held[key] = None
-        while len(held) > self._blocks:
-            held.popitem(last=False)
+            renew(key, None)
+            held[key] = None
+        over = len(held) - self._blocks
+        if over > 0:
+            for key in list(islice(held, over)):
+                del held[key]
 
     def clear(self) -> None:
         """The instance restarted."""

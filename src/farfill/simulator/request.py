@@ -34,6 +34,7 @@ class Request:
         "sent_s",
         "session",
         "tenant",
+        "to_send",
         "turn",
         "uncached",
     )
@@ -74,4 +75,5 @@ class Request:
         self.prefill_to_s = -1.0
         self.probe = False
         self.sent_s = -1.0
+        self.to_send = -1.0
         self.uncached = 0

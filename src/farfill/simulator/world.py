@@ -6,6 +6,7 @@ from farfill.core.cluster import FallbackReason, PlacementReason
 from farfill.planner.trace import BLOCK_TOKENS
 from farfill.policy.admission import Admission, AdmissionLimits, Arrival, Effect, Refused, Started, TenantLimits
 from farfill.policy.breaker import Outcome
+from farfill.policy.prefix import PrefixHits
 from farfill.simulator.decode import DecodeServer
 from farfill.simulator.gateway import Gateway
 from farfill.simulator.kernel import Kernel
@@ -122,7 +123,7 @@ class World:
             request.fallback = str(reason)
         if request.fallback:
             self.records.fallbacks[request.fallback] += 1
-        self._prefill_near(request)
+        self._prefill_near(request, hits)
 
     def _send_far(self, request: Request, site: Site, server: PrefillServer) -> None:
         assert site.link is not None
@@ -136,10 +137,9 @@ class World:
         self.kernel.at(now_s + site.link.rtt_s / 2, server.submit, job)
         self.kernel.at(now_s + self._policies.far_timeout_s, self._far_late, job)
 
-    def _prefill_near(self, request: Request) -> None:
+    def _prefill_near(self, request: Request, hits: PrefixHits) -> None:
         request.far = ""
         near, decode = self.hardware.near, request.decode
-        hits = self.gateway.hits(request)
         if any(s.ready for s in near.prefill):
             server = self.gateway.place_prefill(request, near, hits)
             assert server is not None, "a ready near instance may not be refused"
@@ -171,6 +171,7 @@ class World:
         if request.attempt == attempt and request.prefill is not None:
             link = self.hardware.by_name[request.far].link
             assert link is not None
+            request.to_send = self._sent_bytes(request)
             request.flow = link.start(request, self._early_bytes(request), self._early_done)
             self.troubles.flow_started(link, request)
 
@@ -188,7 +189,9 @@ class World:
             return
         link = self.hardware.by_name[request.far].link
         assert link is not None
-        total = self._sent_bytes(request)
+        if request.to_send < 0:
+            request.to_send = self._sent_bytes(request)
+        total = request.to_send
         if request.flow is not None:
             flow = request.flow
             flow.done = self._all_sent
@@ -308,7 +311,7 @@ class World:
         self._end_budget(request)
         request.prefill = None
         request.far = ""
-        request.prefill_from_s = request.prefill_to_s = request.sent_s = -1.0
+        request.prefill_from_s = request.prefill_to_s = request.sent_s = request.to_send = -1.0
         if len(request.excluded) >= MAX_FAR_ATTEMPTS:
             request.excluded = tuple(s.instance.name for site in self.hardware.far for s in site.prefill)
         self._dispatch(request)
@@ -341,7 +344,7 @@ class World:
         return max(self.sizes.fixed, self.sizes.of(request.prompt) - near * self.sizes.per_token)
 
     def _early_bytes(self, request: Request) -> float:
-        rows = self._sent_bytes(request) - self.sizes.fixed
+        rows = request.to_send - self.sizes.fixed
         return max(1.0, rows * (1.0 - self._chunk / request.uncached))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -147,3 +148,23 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     drawn = draw_result(run(tmp_path, SCENARIO.replace("600", "50")), tmp_path / "plots")
     assert {path.name for path in drawn} == {"ttft.png", "queues.png", "instances.png", "links.png"}
     assert all(path.stat().st_size > 1000 for path in drawn)
+
+
+def test_a_load_swing_scales_out_and_in_without_flapping(tmp_path: Path) -> None:
+    text = SCENARIO.replace("600", "7000").replace("8000}", "8000, surge_queue_s: 5}") + (
+        "traffic:\n  requests_per_s: 3\n  load:\n"
+        "    - {at_s: 600, factor: 0.4}\n    - {at_s: 1200, factor: 2}\n    - {at_s: 1500, factor: 2}\n"
+        "    - {at_s: 1800, factor: 0.4}\n"
+        "autoscale:\n  start_s: 60\n  roles:\n"
+        "    near/prefill: {minimum: 1, maximum: 8}\n    far/prefill: {minimum: 1, maximum: 8}\n"
+    )
+    result = run(tmp_path, text)
+    assert result.finished == result.requests
+    for group in ("near/prefill", "far/prefill"):
+        steps = [change.after - change.before for change in result.scaling if change.group == group]
+        turns = sum(1 for one, other in pairwise(steps) if (one > 0) != (other > 0))
+        assert max(steps) > 0
+        assert min(steps) < 0
+        assert turns <= 2, f"{group} flaps: {steps}"
+    counts = result.series["instances: far prefill"]
+    assert max(counts) > counts[-1]
