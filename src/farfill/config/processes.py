@@ -20,8 +20,13 @@ from farfill.config.paths import child_environment
 _PR_SET_PDEATHSIG = 1
 
 
-def start_child(command: Sequence[str], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """`command` in a process group of its own, with `environment` on top of ours. SIGTERM ends it when we are gone."""
+def start_child(
+    command: Sequence[str], output: BinaryIO | int, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """`command` in a process group of its own, with `environment` on top of ours. SIGTERM ends it when we are gone.
+
+    `output` is a file or subprocess.PIPE, for stdout and stderr.
+    """
     return _forker.submit(_start, command, output, child_environment(environment)).result()
 
 
@@ -29,7 +34,7 @@ def start_child(command: Sequence[str], output: BinaryIO, environment: Mapping[s
 _forker = ThreadPoolExecutor(1, thread_name_prefix="farfill-fork")
 
 
-def _start(command: Sequence[str], output: BinaryIO, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(command: Sequence[str], output: BinaryIO | int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,

@@ -84,7 +84,7 @@ class VllmApi:
                     return
                 part = json.loads(data)
                 if "error" in part:
-                    raise EngineError(f"vLLM: {_message(part)}")
+                    raise _failure(part)
                 yield part
         raise EngineError("vLLM cut the answer short")
 
@@ -124,6 +124,13 @@ def _refusal(status: int, body: bytes) -> Exception:
     if 400 <= status < 500:
         return InvalidRequestError(f"vLLM: {text}")
     return EngineError(f"vLLM answered {status}: {text}")
+
+
+def _failure(part: dict[str, Any]) -> Exception:
+    """What went wrong after a 200: only generating finds out some of what is wrong with a request."""
+    error = part["error"]
+    client = isinstance(error, dict) and 400 <= int(error.get("code") or 500) < 500
+    return (InvalidRequestError if client else EngineError)(f"vLLM: {_message(part)}")
 
 
 def _message(body: dict[str, Any]) -> str:

@@ -130,6 +130,7 @@ def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, 
         rank=parallel.rank,
         ranks=parallel.tensor_parallel_size,
         num_blocks=kv_cache_config.num_blocks,
+        max_model_len=vllm_config.model_config.max_model_len,
         tensors=tensors,
     )
 

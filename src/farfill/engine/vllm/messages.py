@@ -45,6 +45,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     rank: int
     ranks: int
     num_blocks: int
+    max_model_len: int
     tensors: tuple[CacheTensor, ...]
 
 

@@ -1,4 +1,7 @@
-"""The vLLM server process: started with the right flags, waited for, ended with its whole process group."""
+"""The vLLM server process: started with the right flags, waited for, ended with its whole process group.
+
+What it writes goes to our stderr line by line; the last lines are kept, to say why it ended.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,11 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import Thread
+from typing import IO
 
 from farfill.config.processes import start_child
 from farfill.core.errors import CancelledWorkError, ConfigError, EngineError
@@ -22,16 +28,16 @@ _POLL_S = 0.25
 _STOP_S = 20.0
 _HEALTH_S = 5.0
 _TAIL_LINES = 30
+_KEPT_LINES = 500
 # Mamba-2 on CPU: vLLM's kernel drops the states between blocks that prefix caching needs, and the engine dies.
 _NO_PREFIX_CACHE = ("GraniteMoeHybrid", "FalconH1", "Bamba", "Mamba2", "NemotronH", "Zamba2")
 
 
 class VllmServer:
-    """One running vLLM, reached through Unix sockets in `folder`; its output goes to `folder`/vllm.log."""
+    """One running vLLM, reached through Unix sockets in `folder`."""
 
     def __init__(self, model: Path, folder: Path, options: Sequence[str], *, chunk_tokens: int) -> None:
         self.socket = folder / "api.sock"
-        self.log_file = folder / "vllm.log"
         self.line = ConnectorLine(folder / "line.sock")
         transfer = {
             "kv_connector": "FarfillConnector",
@@ -52,6 +58,7 @@ class VllmServer:
             # Its endpoint for tokens alone; not --tokens-only, which leaves out the tokenizer that grammars need.
             "--enable-scale-out",
             "--served-model-name=model",
+            "--disable-uvicorn-access-log",
             "--structured-outputs-config.backend=guidance",
             "--scheduling-policy=priority",
             "--enable-prompt-tokens-details",
@@ -59,8 +66,10 @@ class VllmServer:
             *_prefix_cache(model),
             *options,
         ]
-        with self.log_file.open("wb") as log:
-            self._process = start_child(command, log, _ENVIRONMENT)
+        self._lines: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._process = start_child(command, subprocess.PIPE, _ENVIRONMENT)
+        assert self._process.stdout is not None
+        Thread(target=self._pass_on, args=(self._process.stdout,), name="farfill-vllm-output", daemon=True).start()
 
     @property
     def running(self) -> bool:
@@ -97,9 +106,17 @@ class VllmServer:
         self._process.wait()
         self.line.close()
 
-    def tail(self) -> str:
+    def tail(self, lines: int = _TAIL_LINES) -> str:
         """The last lines of its output."""
-        return "\n".join(self.log_file.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+        return "\n".join(list(self._lines)[-lines:])
+
+    def _pass_on(self, output: IO[bytes]) -> None:
+        with output:
+            for line in output:
+                text = line.decode(errors="replace")
+                self._lines.append(text.rstrip("\n"))
+                with contextlib.suppress(OSError, ValueError):  # nobody reads ours any more
+                    sys.stderr.write(text)
 
     def _healthy(self) -> bool:
         """Whether /health answers 200. The socket is there long before."""
@@ -133,4 +150,5 @@ _ENVIRONMENT = {
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
     "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",
 }

@@ -34,7 +34,7 @@ TENSORS = (
 
 
 def _hello(rank: int = 0, ranks: int = 1, tensors: tuple[CacheTensor, ...] = TENSORS) -> Hello:
-    return Hello(1, "0.32", "cpu:amx", "auto/float32", rank, ranks, 100, tensors)
+    return Hello(1, "0.32", "cpu:amx", "auto/float32", rank, ranks, 100, 4096, tensors)
 
 
 def test_messages_come_whole_whatever_the_pieces() -> None:
