@@ -228,8 +228,8 @@ REFUSED: dict[str, Architecture] = {
 }
 
 
-def make_config(name: str, context_tokens: int = CONTEXT) -> Any:
-    """The configuration of architecture `name`, without the common settings it does not know."""
+def make_config(name: str, context_tokens: int = CONTEXT, **changes: Any) -> Any:
+    """The configuration of architecture `name` with `changes`, without the common settings it does not know."""
     import transformers
 
     architecture = {**ARCHITECTURES, **REFUSED}[name]
@@ -238,16 +238,16 @@ def make_config(name: str, context_tokens: int = CONTEXT) -> Any:
     common = {key: value for key, value in _COMMON.items() if key in known}
     if "max_position_embeddings" in common:
         common["max_position_embeddings"] = context_tokens
-    return config_class(**{**common, **architecture.settings})
+    return config_class(**{**common, **architecture.settings, **changes})
 
 
-def make_model(name: str, context_tokens: int = CONTEXT) -> Any:
+def make_model(name: str, context_tokens: int = CONTEXT, **changes: Any) -> Any:
     """The model of architecture `name`, with weights that make greedy output vary."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    net = AutoModelForCausalLM.from_config(make_config(name, context_tokens)).eval()
+    net = AutoModelForCausalLM.from_config(make_config(name, context_tokens, **changes)).eval()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight_name, weight in net.named_parameters():
@@ -259,7 +259,7 @@ def make_model(name: str, context_tokens: int = CONTEXT) -> Any:
     return net
 
 
-def save_model(name: str, folder: Path, context_tokens: int = CONTEXT) -> None:
+def save_model(name: str, folder: Path, context_tokens: int = CONTEXT, **changes: Any) -> None:
     """A model folder as `farfill model fetch` makes it."""
-    make_model(name, context_tokens).save_pretrained(folder)
+    make_model(name, context_tokens, **changes).save_pretrained(folder)
     byte_tokenizer().save(str(folder / "tokenizer.json"))

@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
-from farfill.engine.protocol import EngineLoad, EngineTotals
+from farfill.engine.protocol import EngineLoad, EngineTotals, RankLoads
 from farfill.gateway.observe import GatewayObserver, RequestSummary
 from farfill.policy.breaker import BreakerState
 from farfill.telemetry.loop_lag import watch_loop_lag
@@ -204,3 +204,20 @@ async def test_loop_lag_is_observed():
     with contextlib.suppress(asyncio.CancelledError):
         await task
     assert all(lag >= 0 for lag in seen)
+
+
+def test_ranks_and_experts_are_counted_by_their_growth():
+    metrics = worker()
+    idle = EngineLoad(queued_tokens=0, running_sequences=0, waiting_sequences=0, kv_used_bytes=0, prefix_cache_bytes=0)
+    metrics.set_load(replace(idle, ranks=RankLoads(step_s=(2.0, 4.0), exchange_s=(1.0, 1.0), expert_tokens=())))
+    loads = RankLoads(step_s=(3.0, 8.0), exchange_s=(1.5, 3.0), expert_tokens=(6, 2))
+    for _ in range(2):
+        metrics.set_load(replace(idle, ranks=loads))
+    labels = {"site": "near", "role": "decode", "model": "tiny"}
+    read = metrics.registry
+    assert value(read, "farfill_rank_seconds_total", **labels, rank="0", kind="compute") == 1.5
+    assert value(read, "farfill_rank_seconds_total", **labels, rank="1", kind="exchange") == 3.0
+    assert value(read, "farfill_expert_tokens_total", **labels, expert="0") == 6
+    # Of the latest steps only: 0.5 and 2 seconds, 6 and 2 tokens.
+    assert value(read, "farfill_rank_imbalance_ratio", **labels) == 1.6
+    assert value(read, "farfill_expert_imbalance_ratio", **labels) == 1.5

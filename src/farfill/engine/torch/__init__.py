@@ -23,6 +23,9 @@ def load_engine(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig
     that cannot be moved or resumed exactly.
     """
     default_environment(_OPENMP)
-    from farfill.engine.torch.loader import load
+    if engine.ranks > 1:
+        from farfill.engine.torch.ranks.engine import load
+    else:
+        from farfill.engine.torch.loader import load
 
     return load(model, engine, prefill, base_dir)

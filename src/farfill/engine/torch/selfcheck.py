@@ -149,7 +149,7 @@ class CheckMemory:
         versions = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability())
         digest.update(repr((*settings, *versions)).encode())
         # Whatever changes in this package may change what it can do.
-        for source in sorted(Path(__file__).parent.glob("*.py")):
+        for source in sorted(Path(__file__).parent.rglob("*.py")):
             digest.update(source.read_bytes())
         self._path = folder / f"{digest.hexdigest(length=16)}.json"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from prometheus_client import Counter
@@ -34,6 +35,17 @@ class Totals(Protocol):
     def prefix_dropped_age(self) -> int: ...
 
 
+class Ranks(Protocol):
+    """What is read of an `engine.protocol.RankLoads`."""
+
+    @property
+    def step_s(self) -> Sequence[float]: ...
+    @property
+    def exchange_s(self) -> Sequence[float]: ...
+    @property
+    def expert_tokens(self) -> Sequence[int]: ...
+
+
 class Load(Protocol):
     """What is read of an `engine.protocol.EngineLoad`."""
 
@@ -53,6 +65,8 @@ class Load(Protocol):
     def prefix_cache_bytes(self) -> int: ...
     @property
     def totals(self) -> Totals: ...
+    @property
+    def ranks(self) -> Ranks | None: ...
 
 
 class EngineMetrics:
@@ -94,6 +108,7 @@ class EngineMetrics:
             "Prefix snapshots dropped: for room, or because nobody used them in time.",
             reason=("room", "age"),
         )
+        self._ranks = _RankMetrics(metrics)
         self._totals: dict[str, tuple[Counter, int]] = {
             "decode_steps": (steps(kind="decode"), 0),
             "prefill_chunks": (steps(kind="prefill_chunk"), 0),
@@ -116,7 +131,53 @@ class EngineMetrics:
         self._kv_most.set(load.kv_most_bytes)
         self._kv_unfilled.set(1 - load.kv_filled_bytes / load.kv_used_bytes if load.kv_used_bytes else 0)
         self._prefix_cache.set(load.prefix_cache_bytes)
+        if load.ranks is not None:
+            self._ranks.set(load.ranks)
         for name, (counter, before) in self._totals.items():
             now = getattr(load.totals, name)
             counter.inc(now - before)
             self._totals[name] = counter, now
+
+
+class _RankMetrics:
+    """Of an engine in several processes. Labels are as many as ranks and experts."""
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._seconds = metrics.counter(
+            "farfill_rank_seconds",
+            "Time ranks of an engine spent in steps: computing, or exchanging results, which includes waiting.",
+            rank=(),
+            kind=(),
+        )
+        self._experts = metrics.counter(
+            "farfill_expert_tokens", "Tokens sent to each expert, all layers together.", expert=()
+        )
+        self._rank_imbalance = metrics.gauge(
+            "farfill_rank_imbalance_ratio", "Computing time of the slowest rank over the mean, of the latest steps."
+        )()
+        self._expert_imbalance = metrics.gauge(
+            "farfill_expert_imbalance_ratio", "Tokens of the busiest expert over the mean, of the latest steps."
+        )()
+        self._before: dict[str, list[float]] = {}
+
+    def set(self, ranks: Ranks) -> None:
+        """What was done so far."""
+        exchanging = self._growth("exchange", ranks.exchange_s)
+        steps = self._growth("step", ranks.step_s)
+        # What a rank exchanges outside of steps, as its model is checked, counts as exchange only.
+        computing = [max(0.0, step - exchange) for step, exchange in zip(steps, exchanging, strict=True)]
+        for kind, seconds in (("compute", computing), ("exchange", exchanging)):
+            for rank, value in enumerate(seconds):
+                self._seconds(rank=str(rank), kind=kind).inc(value)
+        tokens = self._growth("expert", ranks.expert_tokens)
+        for expert, count in enumerate(tokens):
+            self._experts(expert=str(expert)).inc(count)
+        for gauge, shares in ((self._rank_imbalance, computing), (self._expert_imbalance, tokens)):
+            if sum(shares):
+                gauge.set(max(shares) * len(shares) / sum(shares))
+
+    def _growth(self, name: str, totals: Sequence[float]) -> list[float]:
+        """By how much each of `totals` has grown since it was last looked at."""
+        before = self._before.get(name, [])
+        self._before[name] = list(totals)
+        return [total - (before[i] if i < len(before) else 0.0) for i, total in enumerate(totals)]

@@ -1,0 +1,293 @@
+"""Models over real ranks: tokens of one rank, KV exchanged between numbers of ranks, and the end of a rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import psutil
+import pytest
+import torch
+
+from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
+from farfill.core.errors import ConfigError, EngineError
+from farfill.engine.torch import load_engine, loader
+from farfill.engine.torch.ranks.engine import load_model
+from farfill.engine.torch.ranks.group import Lost
+from farfill.engine.torch.ranks.processes import Ranks
+from farfill.kv.manifest import build_manifest
+from support.architectures import save_model
+
+CHUNK = 16
+LENGTHS = (75, 41, 7)
+STEPS = 64
+FEW_STEPS = 16
+TIMEOUT_S = 60.0
+
+# What is kept of attention: heads of each rank, a head on two of four ranks, all on every rank, latents.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "qwen3": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "whole attention": (
+        "llama",
+        {"hidden_size": 96, "num_attention_heads": 3, "num_key_value_heads": 3, "attention_bias": True},
+    ),
+    "experts that do not divide": ("qwen3_moe", {"num_experts": 6, "num_key_value_heads": 4}),
+}
+MAIN = ("llama", "qwen3_moe", "deepseek_v3")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one model said in one place."""
+
+    tokens: list[list[int]]
+    logits: npt.NDArray[np.float32]
+    kv: list[bytes]
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 256, (length,), generator=generator).tolist()
+
+
+def prefilled(executor: Any, tokens: Sequence[int], room: int, layer_done: Callable[[int], None] | None = None) -> Any:
+    kv = executor.allocate(len(tokens) + room)
+    for start in range(0, len(tokens), CHUNK):
+        executor.prefill(kv, tokens[start : start + CHUNK], layer_done)
+    return kv
+
+
+def decoded(executor: Any, kvs: Sequence[Any], firsts: Sequence[int], steps: int) -> tuple[list[list[int]], Any]:
+    """Greedy tokens of each sequence, decoded together, and the first logits."""
+    outputs: list[list[int]] = [[] for _ in kvs]
+    current, first_logits = list(firsts), None
+    for _ in range(steps):
+        logits = executor.decode(list(zip(kvs, current, strict=True)))
+        first_logits = logits if first_logits is None else first_logits
+        current = [int(row.argmax()) for row in logits]
+        for output, token in zip(outputs, current, strict=True):
+            output.append(token)
+    return outputs, first_logits
+
+
+def exported(loaded: Any, kv: Any) -> list[bytes]:
+    pieces = build_manifest(loaded.info.layout, kv.tokens).pieces
+    return [bytes(kv.read(piece.tensor, piece.start_token, piece.end_token)) for piece in pieces]
+
+
+def imported(loaded: Any, tokens: int, content: Sequence[bytes]) -> Any:
+    kv = loaded.executor.allocate(tokens + STEPS)
+    for piece, data in zip(build_manifest(loaded.info.layout, tokens).pieces, content, strict=True):
+        kv.place(piece.tensor, piece.start_token, piece.end_token)[:] = data
+    kv.attach(tokens)
+    return kv
+
+
+def answers(loaded: Any, steps: int) -> Answers:
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    kvs = [prefilled(loaded.executor, tokens[:-1], STEPS) for tokens in prompts]
+    kv = exported(loaded, kvs[0])
+    tokens, logits = decoded(loaded.executor, kvs, [tokens[-1] for tokens in prompts], steps)
+    return Answers(tokens, logits, kv)
+
+
+def steps_of(name: str) -> int:
+    """Less for what only varies how the same models are cut."""
+    return STEPS if name in MAIN else FEW_STEPS
+
+
+class Models:
+    """The models' folders and, once asked for, what they say on one rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.alone = cache(self._alone)
+        self.config = cache(self._config)
+        self.on_one = cache(lambda name: answers(self.alone(name), steps_of(name)))
+
+    def over(self, name: str, ranks: Ranks) -> Any:
+        config = self.config(name)
+        return load_model(config.path, config, CHUNK, ranks=ranks)
+
+    def _config(self, name: str) -> ModelConfig:
+        architecture, changes = MODELS[name]
+        path = self._folder / name.replace(" ", "_")
+        path.mkdir()
+        save_model(architecture, path, **changes)
+        return ModelConfig.model_validate({"name": "tiny", "path": path, "dtype": "float32"})
+
+    def _alone(self, name: str) -> Any:
+        config = self.config(name)
+        return loader.load_model(config.path, config, CHUNK)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield Models(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def exports(models: Models) -> dict[tuple[str, int], Answers]:
+    """What every model says over 1, 2 and 4 ranks, and the KV it exports there."""
+    found = {(name, 1): models.on_one(name) for name in MODELS}
+    for size in (2, 4):
+        ranks = Ranks(size, TIMEOUT_S, threads=1)
+        for name in MODELS:
+            found[name, size] = answers(models.over(name, ranks), steps_of(name))
+        ranks.close()
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def ranks(request: pytest.FixtureRequest, exports: object) -> Iterator[Ranks]:
+    found = Ranks(request.param, TIMEOUT_S, threads=1)
+    yield found
+    found.close()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_one_rank(name: str, size: int, exports: dict[tuple[str, int], Answers]) -> None:
+    one, many = exports[name, 1], exports[name, size]
+    assert many.tokens == one.tokens
+    if name in MAIN:
+        assert len({token for tokens in one.tokens for token in tokens}) > 20, "output that hardly varies proves little"
+    # Sums of float32 in another order: a few units in the last place, on logits that spread over about 1.
+    assert np.abs(many.logits - one.logits).max() < 2e-5
+    for mine, its in zip(many.kv, one.kv, strict=True):
+        assert np.allclose(np.frombuffer(mine, np.float32), np.frombuffer(its, np.float32), atol=2e-5)
+
+
+@pytest.mark.parametrize("source", [1, 2, 4])
+@pytest.mark.parametrize("name", MAIN)
+def test_kv_from_any_number_of_ranks_goes_on_here(
+    name: str, source: int, models: Models, ranks: Ranks, exports: dict[tuple[str, int], Answers]
+) -> None:
+    here = models.over(name, ranks)
+    assert here.info.fingerprint == models.alone(name).info.fingerprint
+    kv = imported(here, LENGTHS[0] - 1, exports[name, source].kv)
+    assert exported(here, kv) == exports[name, source].kv
+    tokens, _ = decoded(here.executor, [kv], [prompt(LENGTHS[0], 0)[-1]], FEW_STEPS)
+    assert tokens[0] == exports[name, 1].tokens[0][:FEW_STEPS]
+
+
+@pytest.mark.parametrize("source", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_kv_from_many_ranks_goes_on_at_one(
+    name: str, source: int, models: Models, exports: dict[tuple[str, int], Answers]
+) -> None:
+    alone = models.alone(name)
+    kv = imported(alone, LENGTHS[0] - 1, exports[name, source].kv)
+    tokens, _ = decoded(alone.executor, [kv], [prompt(LENGTHS[0], 0)[-1]], FEW_STEPS)
+    assert tokens[0] == exports[name, 1].tokens[0][:FEW_STEPS]
+
+
+def test_decode_between_layers_forks_and_given_up_chunks_stay_in_step(models: Models, ranks: Ranks) -> None:
+    executor, alone = models.over("deepseek_v3", ranks).executor, models.alone("deepseek_v3").executor
+    first, second = prompt(41, seed=8), prompt(50, seed=9)
+
+    def mixed(executor: Any) -> tuple[list[int], list[list[int]]]:
+        running, current, between = prefilled(executor, first[:-1], STEPS), first[-1], []
+
+        def decode_one(_: int) -> None:
+            nonlocal current
+            current = int(executor.decode([(running, current)])[0].argmax())
+            between.append(current)
+
+        kv = prefilled(executor, second[:-1], STEPS, decode_one)
+        copy = kv.fork()
+        executor.decode([(kv, 1)])
+
+        def give_up(_: int) -> None:
+            raise InterruptedError
+
+        with pytest.raises(InterruptedError):
+            executor.prefill(executor.allocate(40), second[:16], give_up)
+        return between, decoded(executor, [copy], [second[-1]], 16)[0]
+
+    assert mixed(executor) == mixed(alone)
+
+
+def test_a_sequence_alone_and_in_a_batch_has_the_same_logits(models: Models, ranks: Ranks) -> None:
+    executor = models.over("llama", ranks).executor
+    prompts = [prompt(length, seed) for seed, length in enumerate(LENGTHS)]
+    kvs = [prefilled(executor, tokens[:-1], 4) for tokens in prompts]
+    alone = [executor.decode([(kv.fork(), tokens[-1])])[0] for kv, tokens in zip(kvs, prompts, strict=True)]
+    together = executor.decode([(kv, tokens[-1]) for kv, tokens in zip(kvs, prompts, strict=True)])
+    assert all(np.array_equal(row, single) for row, single in zip(together, alone, strict=True))
+
+
+def test_loads_say_how_busy_ranks_and_experts_were(models: Models, ranks: Ranks) -> None:
+    executor = models.over("qwen3_moe", ranks).executor
+    before = sum(executor.loads().expert_tokens)
+    prefilled(executor, prompt(32, seed=1), 1)
+    loads = executor.loads()
+    # 4 layers, each token to 2 of 4 experts.
+    assert sum(loads.expert_tokens) - before == 32 * 4 * 2
+    assert len(loads.expert_tokens) == 4
+    assert len(loads.step_s) == len(loads.exchange_s) == ranks.size
+    assert all(exchange_s > 0 for exchange_s in loads.exchange_s)
+
+
+def others(ranks: Ranks) -> list[psutil.Process]:
+    return psutil.Process(ranks.pid).children()
+
+
+def test_a_rank_that_stops_answering_ends_the_engine_in_time(models: Models) -> None:
+    ranks = Ranks(2, 3.0, threads=1)
+    try:
+        executor = models.over("llama", ranks).executor
+        kv = prefilled(executor, prompt(20, seed=1), 4)
+        (rank,) = others(ranks)
+        rank.send_signal(signal.SIGSTOP)
+        with pytest.raises(Lost):
+            executor.decode([(kv, 1)])
+        with pytest.raises(Lost):
+            executor.allocate(1)
+    finally:
+        ranks.close()
+    assert not psutil.pid_exists(rank.pid) or rank.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_rank_that_dies_fails_the_engine_and_its_requests(models: Models, harness: Any) -> None:
+    config = models.config("qwen3_moe")
+    settings = EngineConfig(threads=1, ranks=2, rank_timeout_s=TIMEOUT_S, kv_cache_mb=64, prefix_cache_mb=16)
+    engine = load_engine(config, settings, PrefillConfig(chunked_prefill_tokens=CHUNK), config.path.parent)
+    try:
+        engine.start()
+        tokens = prompt(60, seed=4)
+        answer = harness.generate(engine, harness.work(tokens, max_tokens=24)).tokens()
+        kv = prefilled(models.alone("qwen3_moe").executor, tokens[:-1], STEPS)
+        assert answer == decoded(models.alone("qwen3_moe").executor, [kv], tokens[-1:], 24)[0][0]
+        assert engine.load().ranks is not None
+        (rank,) = psutil.Process(os.getpid()).children(recursive=True)[1:]
+        running = harness.start(engine, harness.work(prompt(60, seed=5), max_tokens=150))
+        assert running.first.wait(TIMEOUT_S)
+        rank.kill()
+        assert running.ended.wait(TIMEOUT_S)
+        assert isinstance(running.error, EngineError)
+        assert running.error.reason == "engine_dead"
+        with pytest.raises(EngineError, match="ranks are lost"):
+            engine.load()
+    finally:
+        engine.close()
+    engine.check_integrity()
+
+
+def test_ranks_need_a_cpu(models: Models) -> None:
+    config = models.config("llama")
+    with pytest.raises(ConfigError, match=r"engine\.ranks: more than 1 needs engine\.device: cpu"):
+        load_engine(config, EngineConfig(ranks=2, device="cuda"), PrefillConfig(), config.path.parent)
