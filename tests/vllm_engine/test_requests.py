@@ -26,6 +26,18 @@ def test_choices_have_seeds_of_their_own_and_one_prefill(pair: Pair) -> None:
     assert second.token_ids == choices[1]
 
 
+def test_a_seed_is_kept_when_the_prompt_takes_several_steps(pair: Pair) -> None:
+    """vLLM 0.32 on CPU would die of it."""
+    sampling = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=2, ignore_eos=True)
+    prompt = prompt_of(900)
+    sink = start_local(pair.decode, prompt, sampling)[1]
+    near = [choice.token_ids for choice in sink.wait()]
+    assert sink.stats is not None
+    assert sink.stats.computed_tokens + sink.stats.cached_tokens == 899
+    assert near == [choice.token_ids for choice in far(pair.prefill, pair.decode, prompt, sampling).choices]
+    assert len(local(pair.decode, (65,), sampling)) == 2
+
+
 def test_stop_string_ends_the_text_before_itself(pair: Pair) -> None:
     whole = local(pair.decode, PROMPT)[0]
     stop = whole.text[9:12]

@@ -28,7 +28,7 @@ from farfill.engine.protocol import (
     PrefillWork,
     TokenSink,
 )
-from farfill.engine.vllm.api import VllmApi
+from farfill.engine.vllm.api import VllmApi, sampling_fields
 from farfill.engine.vllm.files import KVFile, KVFolder
 from farfill.engine.vllm.health import Vitals, read_vitals
 from farfill.engine.vllm.jobs import GenerateJob, Job, PrefillJob
@@ -56,8 +56,12 @@ class VllmEngine:
         *,
         max_queue: int,
         stall_s: float = STALL_S,
+        seeds_in_one_step: bool = False,
     ) -> None:
-        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead."""
+        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead.
+
+        `seeds_in_one_step`: vLLM dies when a prompt of a request with a seed takes more than one step.
+        """
         self.info = info
         # vLLM makes its own multimodal prompts, which the connector does not move yet.
         self.media: MediaProcessor | None = None
@@ -69,8 +73,9 @@ class VllmEngine:
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="farfill-vllm", daemon=True)
         self._jobs: set[Job] = set()
-        self._prefills: dict[str, PrefillJob] = {}
+        self._exporting: dict[str, Job] = {}
         self._stall_s = stall_s
+        self._seeds_in_one_step = seeds_in_one_step
         self._heard_s = time.monotonic()
         self._vitals = Vitals()
         self._dead = ""
@@ -167,13 +172,21 @@ class VllmEngine:
         whole = valid_tokens in (0, num_tokens) or self.info.layout.can_continue_at(valid_tokens)
         if not whole or (slot is None and valid_tokens):
             raise InvalidRequestError(f"KV of {valid_tokens} tokens cannot be continued from", param="valid_tokens")
-        max_tokens = min(work.sampling.max_tokens, self.info.max_context_tokens - len(work.prompt))
+        seeded = work.sampling.seed is not None and work.sampling.temperature > 0
+        compute_first = self._seeds_in_one_step and seeded and valid_tokens < num_tokens
+        fields = sampling_fields(
+            work.sampling, min(work.sampling.max_tokens, self.info.max_context_tokens - len(work.prompt))
+        )
+        file = slot
+        if compute_first and file is None:
+            file = self._folder.open(build_manifest(self.info.layout, num_tokens))
         job = GenerateJob(
             work,
             sink,
-            slot,
-            valid_tokens=valid_tokens,
-            max_tokens=max_tokens,
+            file,
+            valid_tokens=0 if compute_first else valid_tokens,
+            compute_first=compute_first,
+            fields=fields,
             vocabulary=self._vocabulary,
             api=self._api,
             loop=self._loop,
@@ -205,25 +218,25 @@ class VllmEngine:
 
     def _launch(self, job: Job) -> None:
         self._jobs.add(job)
-        if isinstance(job, PrefillJob):
-            self._prefills[job.file.key] = job
+        if job.exports is not None:
+            self._exporting[job.exports.file.key] = job
         self._loop.call_soon_threadsafe(job.launch)
 
     def _over(self, job: Job) -> None:
         self._jobs.discard(job)
-        if isinstance(job, PrefillJob):
-            self._prefills.pop(job.file.key, None)
-        elif isinstance(job, GenerateJob):
+        if job.exports is not None:
+            self._exporting.pop(job.exports.file.key, None)
+        if isinstance(job, GenerateJob):
             job.free()
 
     def _heard(self, message: Message) -> None:
         self._heard_s = time.monotonic()
         if isinstance(message, Alive):
-            for job in list(self._prefills.values()):
+            for job in list(self._exporting.values()):
                 job.alive()
             return
         if isinstance(message, Exported | ExportFailed):
-            job = self._prefills.get(message.key)
+            job = self._exporting.get(message.key)
             if job is None:
                 return  # withdrawn meanwhile
             if isinstance(message, Exported):

@@ -19,7 +19,7 @@ from farfill.engine.protocol import (
     TokenEvent,
     TokenSink,
 )
-from farfill.engine.vllm.api import VllmApi, sampling_fields
+from farfill.engine.vllm.api import VllmApi
 from farfill.engine.vllm.files import KVFile
 from farfill.engine.vllm.messages import ExportParams, ImportParams, export_params, import_params
 from farfill.kv.manifest import Manifest
@@ -28,11 +28,43 @@ from farfill.kv.manifest import Manifest
 LAST_EXPORTS_S = 5.0
 
 
-class Job:
-    """Runs as a task. `waiting` until vLLM gave a sign of working on it."""
+class Exports:
+    """A file that vLLM fills, and what is missing in it."""
 
-    def __init__(self, tokens: int, loop: asyncio.AbstractEventLoop, over: Callable[[Job], None]) -> None:
+    def __init__(self, file: KVFile) -> None:
+        self.file = file
+        self._missing = set(range(len(file.manifest.pieces)))
+        self._complete = asyncio.Event()
+
+    def take(self, pieces: tuple[int, ...]) -> list[int]:
+        """These are there; returns those that were not."""
+        new = [piece for piece in pieces if piece in self._missing]
+        self._missing.difference_update(new)
+        if not self._missing:
+            self._complete.set()
+        return new
+
+    async def wait(self) -> None:
+        """Until it is whole, soon after vLLM's answer. Raises EngineError."""
+        try:
+            async with asyncio.timeout(LAST_EXPORTS_S):
+                await self._complete.wait()
+        except TimeoutError as error:
+            raise EngineError(f"vLLM did not export {len(self._missing)} pieces of the prompt's KV") from error
+
+
+class Job:
+    """Runs as a task. `waiting` until vLLM gave a sign of working on it; `exports` when it is to leave KV in a file."""
+
+    def __init__(
+        self,
+        tokens: int,
+        loop: asyncio.AbstractEventLoop,
+        over: Callable[[Job], None],
+        exports: Exports | None = None,
+    ) -> None:
         self.tokens = tokens
+        self.exports = exports
         self.waiting = True
         self.ended = asyncio.Event()
         self._loop = loop
@@ -76,6 +108,14 @@ class Job:
             self.failed(error)
         self.ended.set()
 
+    def exported(self, pieces: tuple[int, ...]) -> None:
+        """vLLM left these in the file."""
+        assert self.exports is not None
+        self.exports.take(pieces)
+
+    def alive(self) -> None:
+        """vLLM ended a step."""
+
     async def run(self) -> None:
         """The work."""
         raise AssertionError
@@ -98,13 +138,12 @@ class PrefillJob(Job):
         loop: asyncio.AbstractEventLoop,
         over: Callable[[Job], None],
     ) -> None:
-        super().__init__(len(work.prompt) - 1, loop, over)
+        self._exports = Exports(file)
+        super().__init__(len(work.prompt) - 1, loop, over, self._exports)
         self._work = work
         self._sink = sink
         self._api = api
         self.file = file
-        self._missing = set(range(len(file.manifest.pieces)))
-        self._complete = asyncio.Event()
         self._done = False
 
     @property
@@ -119,13 +158,10 @@ class PrefillJob(Job):
 
     def exported(self, pieces: tuple[int, ...]) -> None:
         """These are in the file."""
-        new = [piece for piece in pieces if piece in self._missing]
-        self._missing.difference_update(new)
+        new = self._exports.take(pieces)
         self.waiting = False
         if new and not self._done:
             self._sink.pieces_ready([(piece, self.file.buffer(piece).toreadonly()) for piece in new])
-        if not self._missing:
-            self._complete.set()
 
     def alive(self) -> None:
         """vLLM ended a step."""
@@ -134,31 +170,9 @@ class PrefillJob(Job):
 
     async def run(self) -> None:
         """Ask vLLM for one token, which nobody wants, after the prompt."""
-        num_tokens = self.tokens
-        answer = await self._api.once(
-            {
-                "token_ids": list(self._work.prompt[:-1]),
-                "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
-                "cache_salt": self._work.cache_salt or None,
-                "priority": self._work.priority,
-                "kv_transfer_params": export_params(ExportParams(self.file.key, str(self.file.path), num_tokens)),
-            }
-        )
-        try:
-            async with asyncio.timeout(LAST_EXPORTS_S):
-                await self._complete.wait()
-        except TimeoutError as error:
-            raise EngineError(f"vLLM did not export {len(self._missing)} pieces of the prompt's KV") from error
+        stats = await _export(self._api, self._work, self._exports, self.began_s)
         self._done = True
-        cached = _cached_tokens(answer)
-        self._sink.finished(
-            PrefillStats(
-                queued_s=0.0,
-                compute_s=time.monotonic() - self.began_s,
-                computed_tokens=num_tokens - cached,
-                cached_tokens=cached,
-            )
-        )
+        self._sink.finished(stats)
 
     def failed(self, error: Exception) -> None:
         """See `Job`."""
@@ -177,26 +191,35 @@ class GenerateJob(Job):
         file: KVFile | None,
         *,
         valid_tokens: int,
-        max_tokens: int,
+        fields: dict[str, Any],
         vocabulary: Vocabulary,
         api: VllmApi,
         loop: asyncio.AbstractEventLoop,
         over: Callable[[Job], None],
+        compute_first: bool = False,
     ) -> None:
-        super().__init__(len(work.prompt) - 1 - valid_tokens, loop, over)
+        """`fields`: the sampling, as vLLM names it. `compute_first`: a request of its own computes the prompt into
+        `file`, of which nothing is valid yet.
+        """
+        exports = Exports(file) if compute_first and file is not None else None
+        super().__init__(len(work.prompt) - 1 - valid_tokens, loop, over, exports)
         self._work = work
         self._sink = sink
         self._file = file
         self._valid_tokens = valid_tokens
         self._vocabulary = vocabulary
         self._api = api
-        self._fields = sampling_fields(work.sampling, max_tokens)
+        self._fields = fields
         self._texts = [_text(work, vocabulary) for _ in range(work.sampling.n)]
         self._open = set(range(work.sampling.n))
         self._silent = set(range(work.sampling.n))
 
     async def run(self) -> None:
         """Stream until each choice ended."""
+        computed = None
+        if self.exports is not None:
+            computed = await _export(self._api, self._work, self.exports, self.began_s)
+            self._valid_tokens = computed.computed_tokens + computed.cached_tokens
         body: dict[str, Any] = {
             "token_ids": list(self._work.prompt),
             "sampling_params": self._fields,
@@ -217,7 +240,7 @@ class GenerateJob(Job):
         async with aclosing(self._api.stream(body)) as parts:
             async for part in parts:
                 if self.waiting and part.get("choices"):
-                    self._prefilled(part)
+                    self._prefilled(part, computed)
                 for choice in part.get("choices") or ():
                     self._silent.discard(choice["index"])
                     self._choice(choice)
@@ -236,8 +259,11 @@ class GenerateJob(Job):
         if self._file is not None:
             self._file.release()
 
-    def _prefilled(self, part: dict[str, Any]) -> None:
+    def _prefilled(self, part: dict[str, Any], computed: PrefillStats | None) -> None:
         self.waiting = False
+        if computed is not None:
+            self._sink.prefilled(computed)
+            return
         num_tokens = len(self._work.prompt) - 1
         cached = min(max(0, _cached_tokens(part) - self._valid_tokens), num_tokens - self._valid_tokens)
         self._sink.prefilled(
@@ -306,6 +332,28 @@ class GenerateJob(Job):
     def _logprob(self, item: dict[str, Any]) -> Logprob:
         token = item["token_id"]
         return Logprob(token_id=token, logprob=item["logprob"], text_bytes=self._vocabulary.token_bytes(token))
+
+
+async def _export(api: VllmApi, work: PrefillWork | GenerateWork, exports: Exports, began_s: float) -> PrefillStats:
+    """Have vLLM compute the prompt without its last token, and one more, which nobody wants; wait for its KV."""
+    file, num_tokens = exports.file, len(work.prompt) - 1
+    answer = await api.once(
+        {
+            "token_ids": list(work.prompt[:-1]),
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
+            "cache_salt": work.cache_salt or None,
+            "priority": work.priority,
+            "kv_transfer_params": export_params(ExportParams(file.key, str(file.path), num_tokens)),
+        }
+    )
+    await exports.wait()
+    cached = _cached_tokens(answer)
+    return PrefillStats(
+        queued_s=0.0,
+        compute_s=time.monotonic() - began_s,
+        computed_tokens=num_tokens - cached,
+        cached_tokens=cached,
+    )
 
 
 def _text(work: GenerateWork, vocabulary: Vocabulary) -> OutputText:

@@ -78,7 +78,16 @@ def load_engine(
     )
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     vocabulary = Vocabulary.of(tokenizer, _eos_ids(path, config), info.vocab_size)
-    return VllmEngine(info, vocabulary, server, folder, max_queue=engine.max_queue, stall_s=stall_s)
+    return VllmEngine(
+        info,
+        vocabulary,
+        server,
+        folder,
+        max_queue=engine.max_queue,
+        stall_s=stall_s,
+        # vLLM 0.32 takes back random numbers of a step that ended inside a prompt; a CPU's generator cannot.
+        seeds_in_one_step=hellos[0].platform.startswith("cpu:"),
+    )
 
 
 async def _first_request(socket: Path) -> None:
