@@ -34,6 +34,8 @@ class RecordingObserver(SilentObserver):
         self.legs: list[str] = []
         self.retries: list[str] = []
         self.continued: list[tuple[str, str]] = []
+        self.media: list[tuple[str, int]] = []
+        self.media_refusals: list[str] = []
 
     def request_accepted(self) -> None:
         self.accepted += 1
@@ -46,6 +48,12 @@ class RecordingObserver(SilentObserver):
 
     def prefill_continued(self, reason: str, outcome: str) -> None:
         self.continued.append((reason, outcome))
+
+    def media_loaded(self, source: str, nbytes: int) -> None:
+        self.media.append((source, nbytes))
+
+    def media_refused(self, reason: str) -> None:
+        self.media_refusals.append(reason)
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         self.retries.append(reason)
@@ -117,13 +125,14 @@ async def running_gateway(
     worker_tls: ssl.SSLContext | None = None,
     decode_tls: ssl.SSLContext | None = None,
     store: Store | None = None,
+    vision: bool = False,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Harness]:
     """Start two stubs and a gateway; stop everything at the end."""
     options: dict[str, Any] = {"context_tokens": context_tokens}
     if chat_template is not True:
         options["chat_template"] = chat_template or None
-    model_path = write_model_folder(folder / "model", **options)
+    model_path = write_model_folder(folder / "model", **options, vision=vision)
     transfers = Transfers()
     decode = StubWorker("decode-near", Role.DECODE, transfers, tls=decode_tls)
     prefill = StubWorker("prefill-far", Role.PREFILL, transfers, site="far")
@@ -138,6 +147,8 @@ async def running_gateway(
         worker_tls=worker_tls,
         observer=observer,
         store=store,
+        # Images are fetched from servers of the test.
+        may_fetch_from=lambda address: address == "127.0.0.1",
         metrics=lambda: (b"farfill_up 1\n", "text/plain; version=0.0.4; charset=utf-8"),
     )
     runner = build_runner(deps, shutdown_timeout_s=0.1)

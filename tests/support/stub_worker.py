@@ -29,6 +29,8 @@ from farfill.wire.control import (
     LogprobMessage,
     PrefillCommand,
     PrefillReport,
+    RenderCommand,
+    RenderReply,
     StartEvent,
     TokensEvent,
     TransferStatus,
@@ -118,6 +120,7 @@ class StubWorker:
     prefills: list[PrefillCommand] = field(default_factory=list)
     failures_told: list[tuple[str, FailTransferCommand]] = field(default_factory=list)
     continued: list[tuple[str, ContinueCommand]] = field(default_factory=list)
+    renders: list[RenderCommand] = field(default_factory=list)
     withdrawn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     received: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     _runner: web.AppRunner | None = None
@@ -126,6 +129,7 @@ class StubWorker:
     async def start(self) -> None:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/decode", self._decode)
+        app.router.add_post("/v1/render", self._render)
         app.router.add_post("/v1/prefill", self._prefill)
         app.router.add_post("/v1/transfers/{transfer_id}/fail", self._fail_transfer)
         app.router.add_post("/v1/transfers/{transfer_id}/continue", self._continue_transfer)
@@ -163,6 +167,22 @@ class StubWorker:
             state=self.state,
             max_context_tokens=self.max_context_tokens,
         )
+
+    async def _render(self, request: web.Request) -> web.StreamResponse:
+        """One token a byte, and 8 an image in place of its `<image>`."""
+        command = msgspec.msgpack.decode(await request.read(), type=RenderCommand)
+        self.renders.append(command)
+        if self.refuse is not None:
+            return _error(*self.refuse)
+        texts = command.text.split("<image>")
+        ids, spans = list(texts[0].encode()), []
+        for text in texts[1:]:
+            spans.append((len(ids), len(ids) + 8))
+            ids += [7] * 8 + list(text.encode())
+        if len(spans) != len(command.images):
+            return _error(400, ErrorBody(reason="media_placeholder", message="placeholders and images differ"))
+        reply = RenderReply(token_ids=ids, spans=spans, position_offset=-5 * len(spans))
+        return web.Response(body=encode(reply), content_type=CONTENT_TYPE)
 
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         command = msgspec.msgpack.decode(await request.read(), type=DecodeCommand)

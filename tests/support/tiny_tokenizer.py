@@ -16,8 +16,13 @@ CHAT_TEMPLATE = (
 )
 
 
-def write_model_folder(folder: Path, *, context_tokens: int = 512, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """Write tokenizer.json, its config, config.json and (unless None) the chat template into `folder`."""
+def write_model_folder(
+    folder: Path, *, context_tokens: int = 512, chat_template: str | None = CHAT_TEMPLATE, vision: bool = False
+) -> Path:
+    """Write tokenizer.json, its config, config.json and (unless None) the chat template into `folder`.
+
+    `vision`: the model is one that takes images.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
@@ -28,7 +33,9 @@ def write_model_folder(folder: Path, *, context_tokens: int = 512, chat_template
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    config = {"max_position_embeddings": context_tokens, "vocab_size": 256 + len(SPECIALS)}
+    config: dict[str, object] = {"max_position_embeddings": context_tokens, "vocab_size": 256 + len(SPECIALS)}
+    if vision:
+        config["vision_config"] = {}
     (folder / "config.json").write_text(json.dumps(config))
     if chat_template is not None:
         (folder / "chat_template.jinja").write_text(chat_template)

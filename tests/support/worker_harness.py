@@ -39,6 +39,7 @@ from farfill.wire.control import (
 from farfill.wire.events import EventReader
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.decode import DecodeService
+from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
 from support.transfer_harness import DECODE, PREFILL, Ends, config
 
@@ -160,6 +161,7 @@ class TwoWorkers:
             info=engine.info,
             prefill=prefill,
             decode=decode,
+            render=RenderService(engine),
             is_ready=lambda: True,
             exposition=lambda: exposition(metrics.registry),
         )

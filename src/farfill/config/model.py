@@ -205,6 +205,15 @@ class GatewayConfig(Section):
         default=None, description="Certificate chain of the public API (PEM); unset: plain HTTP."
     )
     tls_key: SecretRef | None = Field(default=None, description="Key of tls_cert.")
+    media_allowed_hosts: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+(:\d{1,5})?$")]] = Field(
+        default_factory=list[str],
+        examples=["[images.example.com, 'static.example.com:8443']"],
+        description="Hosts that images are fetched from; with a port, that port alone. Empty: data URLs only.",
+    )
+    media_max_images: int = Field(default=8, ge=1, le=256, description="Images in one request; more get 400.")
+    media_max_mb: int = Field(default=10, ge=1, le=256, description="Largest image file, in MiB.")
+    media_max_megapixels: int = Field(default=33, ge=1, le=178, description="Largest image, in millions of pixels.")
+    media_timeout_s: float = Field(default=5.0, gt=0, le=60, description="Seconds to fetch one image.")
     decision_log: Path | None = Field(
         default=None,
         examples=["log/decisions.jsonl"],

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 DIGEST_BYTES = 16
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-# What a worker opens at most, whatever its gateways allow: 1 GiB of decoded pixels.
-MAX_PIXELS = 1 << 28
+# What Pillow opens at most; gateways allow less.
+MAX_PIXELS = 178_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,9 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS, param: str = "images")
             param=param,
             reason="unsupported_media",
         ) from None
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, pil.Image.DecompressionBombError) as error:
+    except pil.Image.DecompressionBombError as error:
+        raise InvalidRequestError(f"{param}: {error}", param=param, reason="media_too_large") from error
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError) as error:
         raise InvalidRequestError(
             f"{param}: the image cannot be decoded: {error}", param=param, reason="media_invalid"
         ) from error

@@ -41,7 +41,19 @@ class RequestSummary:
     stages_s: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
-class GatewayObserver(Protocol):
+class MediaObserver(Protocol):
+    """Hears of the images of requests."""
+
+    def media_loaded(self, source: str, nbytes: int) -> None:
+        """An image file was read from "data" (a data URL) or "url" (fetched)."""
+        ...
+
+    def media_refused(self, reason: str) -> None:
+        """A request was refused because of its images, for a reason of `media.MEDIA_REASONS`."""
+        ...
+
+
+class GatewayObserver(MediaObserver, Protocol):
     """Hears of every request. Called on the event loop; must be cheap and must not raise."""
 
     def request_accepted(self) -> None:
@@ -149,3 +161,7 @@ class SilentObserver:
     def decode_retried(self, decode: Instance, reason: str) -> None: ...
 
     def breaker_changed(self, prefill: Instance, state: BreakerState) -> None: ...
+
+    def media_loaded(self, source: str, nbytes: int) -> None: ...
+
+    def media_refused(self, reason: str) -> None: ...

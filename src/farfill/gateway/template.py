@@ -23,6 +23,7 @@ from farfill.core.errors import ConfigError, InvalidRequestError
 
 ChatMessage = Mapping[str, Any]
 
+_PROBE = "some text"
 _OWN_VARIABLES = frozenset({"messages", "add_generation_prompt", "tools", "documents"})
 
 
@@ -39,6 +40,8 @@ class ChatTemplate:
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(source)))
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}") from error
+        # Templates of some vision models drop a content that is no list of parts.
+        self._wants_parts = self._shows([{"type": "text", "text": _PROBE}]) and not self._shows(_PROBE)
 
     def render(
         self,
@@ -58,7 +61,7 @@ class ChatTemplate:
                 **{
                     **self._special_tokens,
                     **(variables or {}),
-                    "messages": [dict(m) for m in messages],
+                    "messages": [self._as_wanted(m) for m in messages],
                     "add_generation_prompt": add_generation_prompt,
                     "tools": None if tools is None else [dict(tool) for tool in tools],
                     "documents": None,
@@ -68,6 +71,22 @@ class ChatTemplate:
             raise InvalidRequestError(
                 f"the model's chat template refuses these messages: {error}", param="messages", reason="chat_template"
             ) from error
+
+    def _shows(self, content: Any) -> bool:
+        """Whether a user's text comes out of the template when it goes in as `content`."""
+        messages = [{"role": "user", "content": content}]
+        try:
+            text = self._template.render(**self._special_tokens, messages=messages, add_generation_prompt=True)
+        except Exception:
+            # A template may fail in any way on what it was not made for, and on what this one message lacks.
+            return False
+        return _PROBE in text
+
+    def _as_wanted(self, message: ChatMessage) -> dict[str, Any]:
+        content = message.get("content")
+        if self._wants_parts and isinstance(content, str):
+            return {**message, "content": [{"type": "text", "text": content}] if content else []}
+        return dict(message)
 
     def _check_variables(self, variables: Mapping[str, Any]) -> None:
         switches = self.variables - _OWN_VARIABLES - set(self._special_tokens)

@@ -27,12 +27,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LoadedTokenizer:
-    """A model's tokenizer, chat template and limits. `chat_template` is None for base models."""
+    """A model's tokenizer, chat template and limits. `chat_template` is None for base models. `takes_images`: as far as
+    its configuration says; workers know better."""
 
     tokenizer: tokenizers.Tokenizer
     chat_template: ChatTemplate | None
     context_tokens: int
     vocab_size: int
+    takes_images: bool = False
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Blocks; a long text releases the GIL while it works."""
@@ -44,26 +46,24 @@ class LoadedTokenizer:
         """Text of `token_ids`. Blocks; releases the GIL while it works."""
         return self.tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
 
-    def encode_chat(
+    def chat_text(
         self,
         messages: Sequence[ChatMessage],
         *,
         add_generation_prompt: bool = True,
-        add_special_tokens: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of the rendered messages; the template itself writes the special tokens."""
+    ) -> str:
+        """The prompt as text; the template itself writes the special tokens, and the placeholders of images."""
         if self.chat_template is None:
             raise InvalidRequestError(
                 "this model has no chat template; use /v1/completions with a prompt",
                 param="messages",
                 reason="no_chat_template",
             )
-        text = self.chat_template.render(
+        return self.chat_template.render(
             messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
         )
-        return self.encode(text, add_special_tokens=add_special_tokens)
 
     def token_text(self, token_id: int) -> str | None:
         """The vocabulary entry of `token_id`, None when there is none."""
@@ -107,7 +107,7 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     if not isinstance(context, int) or context < 1:
         raise ConfigError(f"{folder / 'config.json'} has no max_position_embeddings: the context length is unknown")
     vocab = max(tokenizer.get_vocab_size(with_added_tokens=True), int(text_config.get("vocab_size") or 0))
-    return LoadedTokenizer(tokenizer, _chat_template(folder, settings), context, vocab)
+    return LoadedTokenizer(tokenizer, _chat_template(folder, settings), context, vocab, "vision_config" in config)
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:

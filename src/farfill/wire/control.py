@@ -40,6 +40,34 @@ class SamplingMessage(msgspec.Struct, omit_defaults=True, kw_only=True):
     grammar: str = ""
 
 
+class MediaMessage(msgspec.Struct, array_like=True):
+    """An image of a prompt: its placeholders lie in tokens [start_token, end_token); `data` is the file as it came."""
+
+    start_token: int
+    end_token: int
+    data: bytes
+
+
+class RenderCommand(msgspec.Struct, kw_only=True):
+    """POST /v1/render on any worker: `text` has one placeholder an image, where its tokens are to go.
+
+    400 (unsupported_media) when the worker's model or engine takes no images.
+    """
+
+    text: str
+    images: list[bytes]
+    add_special_tokens: bool = False
+
+
+class RenderReply(msgspec.Struct, kw_only=True):
+    """The prompt's token ids; for each image the tokens [start, end) its placeholders lie in; and what its images add
+    to the index of a later token to get its position."""
+
+    token_ids: list[int]
+    spans: list[tuple[int, int]]
+    position_offset: int = 0
+
+
 class PrefillCommand(msgspec.Struct, kw_only=True):
     """POST /v1/prefill on a prefill worker: compute `token_ids[:-1]`, push the KV to `target`.
 
@@ -56,6 +84,8 @@ class PrefillCommand(msgspec.Struct, kw_only=True):
     priority: int = 0
     timeout_s: float
     traceparent: str = ""
+    media: list[MediaMessage] = []
+    position_offset: int = 0
 
 
 class PrefillReport(msgspec.Struct, kw_only=True):
@@ -96,6 +126,8 @@ class DecodeCommand(msgspec.Struct, kw_only=True):
     allow_fallback: bool = True
     hold_s: float = 0.0
     traceparent: str = ""
+    media: list[MediaMessage] = []
+    position_offset: int = 0
 
 
 class FailTransferCommand(msgspec.Struct, kw_only=True):

@@ -12,6 +12,7 @@ from farfill.core.cluster import Role
 from farfill.engine.protocol import EngineInfo
 from farfill.worker.decode import DecodeService
 from farfill.worker.http import Handler, guard, message_response
+from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
@@ -42,6 +43,7 @@ class WorkerDeps:
     info: EngineInfo
     prefill: PrefillService | None
     decode: DecodeService | None
+    render: RenderService
     is_ready: Callable[[], bool]
     exposition: Callable[[], tuple[bytes, str]]
 
@@ -72,6 +74,7 @@ def build_worker_app(deps: WorkerDeps) -> web.Application:
     app.router.add_get("/ready", ready)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/v1/info", for_gateway(info))
+    app.router.add_post("/v1/render", for_gateway(deps.render.handle))
     if deps.prefill is not None:
         app.router.add_post("/v1/prefill", for_gateway(deps.prefill.handle))
     if deps.decode is not None:

@@ -39,6 +39,7 @@ from farfill.wire.control import (
 )
 from farfill.wire.events import encode_event
 from farfill.worker.http import message_response, read_message
+from farfill.worker.media import media_inputs
 from farfill.worker.pending import PendingTransfers
 from farfill.worker.sinks import TokenQueue
 
@@ -133,6 +134,7 @@ class DecodeService:
             )
         if not all(0 <= token < info.vocab_size for token in command.token_ids):
             raise InvalidRequestError(f"token ids must be in [0, {info.vocab_size})", param="token_ids")
+        media = media_inputs(self.engine, command.token_ids, command.media, command.position_offset)
         return GenerateWork(
             request_id=command.request_id,
             prompt=tuple(command.token_ids),
@@ -140,6 +142,8 @@ class DecodeService:
             tenant=command.tenant,
             priority=check_priority(command.priority),
             sampling=sampling,
+            media=() if media is None else media.material,
+            media_inputs=media,
         )
 
     async def _serve(
@@ -151,6 +155,8 @@ class DecodeService:
         queue = TokenQueue(loop)
         try:
             await asyncio.wrap_future(prepared)
+            if work.media_inputs is not None and prompt.valid_tokens < len(work.prompt) - 1:
+                await asyncio.to_thread(work.media_inputs.prepare)
             if prompt.slot is not None:
                 work = self._apart(work)
             running = self.engine.generate(work, queue, slot=prompt.slot, valid_tokens=prompt.valid_tokens)

@@ -18,6 +18,7 @@ from farfill.transfer.protocol import OutgoingTransfer, TransferSender, Transfer
 from farfill.transfer.tickets import TicketVerifier
 from farfill.wire.control import PrefillCommand, PrefillReport
 from farfill.worker.http import message_response, read_message
+from farfill.worker.media import media_inputs
 from farfill.worker.sinks import TransferSink
 
 log = structlog.get_logger()
@@ -37,6 +38,9 @@ class PrefillService:
         """Answers when the receiver has confirmed the complete set, or says why it never will."""
         command = await read_message(request, PrefillCommand)
         ticket = self._checked_ticket(command)
+        media = media_inputs(self.engine, command.token_ids, command.media, command.position_offset)
+        if media is not None:
+            await asyncio.to_thread(media.prepare)
         manifest = build_manifest(self.engine.info.layout, ticket.num_tokens)
         transfer = self.sender.begin(ticket, command.ticket, command.target, manifest, timeout_s=command.timeout_s)
         sink = TransferSink(transfer, asyncio.get_running_loop())
@@ -46,6 +50,8 @@ class PrefillService:
             cache_salt=command.cache_salt,
             tenant=command.tenant,
             priority=command.priority,
+            media=() if media is None else media.material,
+            media_inputs=media,
         )
         sending = asyncio.ensure_future(transfer.wait())
         handle: PrefillHandle | None = None

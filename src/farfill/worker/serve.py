@@ -37,6 +37,7 @@ from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.tls import client_context, http_server_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.decode import DecodeService
+from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
 
 log = structlog.get_logger()
@@ -154,6 +155,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         info=engine.info,
         prefill=prefill,
         decode=decode,
+        render=RenderService(engine),
         is_ready=lambda: announcer.registered and not stop.is_set() and _engine_ready(engine),
         exposition=lambda: _exposition(parts),
     )

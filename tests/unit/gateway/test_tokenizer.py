@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from farfill.core.errors import ConfigError, InvalidRequestError
-from farfill.gateway.tokenizer import INLINE_CHARS, TokenizerPool, load_tokenizer
+from farfill.gateway.tokenizer import INLINE_CHARS, LoadedTokenizer, TokenizerPool, load_tokenizer
 from support.tiny_tokenizer import BOS_ID, write_model_folder
+
+
+def chat_ids(model: LoadedTokenizer) -> list[int]:
+    """A chat of one message as tokens."""
+    return model.encode(model.chat_text([{"role": "user", "content": "x"}]), add_special_tokens=False)
 
 
 def test_text_round_trips_and_special_tokens_are_optional(tmp_path: Path) -> None:
@@ -43,16 +48,16 @@ def test_template_in_tokenizer_config_is_found_and_the_file_wins(tmp_path: Path)
     settings = json.loads(path.read_text())
     named = [{"name": "default", "template": "{{ bos_token }}D"}, {"name": "tool_use", "template": "T"}]
     path.write_text(json.dumps({**settings, "chat_template": named}))
-    assert load_tokenizer(tmp_path).encode_chat([{"role": "user", "content": "x"}])[0] == BOS_ID
+    assert chat_ids(load_tokenizer(tmp_path))[0] == BOS_ID
     (tmp_path / "chat_template.jinja").write_text("F")
     model = load_tokenizer(tmp_path)
-    assert model.decode(model.encode_chat([{"role": "user", "content": "x"}])) == "F"
+    assert model.decode(chat_ids(model)) == "F"
 
 
 def test_model_without_template_refuses_chat(tmp_path: Path) -> None:
     model = load_tokenizer(write_model_folder(tmp_path, chat_template=None))
     with pytest.raises(InvalidRequestError, match="/v1/completions"):
-        model.encode_chat([{"role": "user", "content": "x"}])
+        chat_ids(model)
 
 
 def test_multimodal_config_keeps_its_lengths_in_text_config(tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from farfill.config.model import ModelConfig
-from farfill.core.errors import InvalidRequestError
+from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
+from farfill.gateway.media import ImageRef
 from farfill.gateway.openai.assistant import NewParser
 from farfill.gateway.openai.constrain import GUIDED_FIELDS, OutputGrammar, check, output_grammar
 from farfill.gateway.openai.dialect import Dialect, dialect_of
@@ -16,6 +18,7 @@ from farfill.gateway.openai.messages import template_messages
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, SamplingFields, TokenizeBody
 from farfill.gateway.openai.sampling import chat_sampling, check_bad_words, completion_sampling
 from farfill.gateway.openai.tools import ToolRequest, tool_request
+from farfill.gateway.pipeline.media import PromptRenderer, PromptTokens
 from farfill.gateway.pipeline.tokenize import tokenize_chat
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
 
@@ -26,7 +29,7 @@ _PROMPT_END_TOKENS = 16
 class Conversation:
     """A chat request, understood. `sampling` has all but the final length limit."""
 
-    token_ids: list[int]
+    prompt: PromptTokens
     sampling: SamplingParams
     demanded_tokens: int | None
     new_parser: NewParser
@@ -35,8 +38,11 @@ class Conversation:
 class Conversations:
     """What this server's model can do of the chat API."""
 
-    def __init__(self, pool: TokenizerPool, model: LoadedTokenizer, config: ModelConfig) -> None:
+    def __init__(
+        self, pool: TokenizerPool, model: LoadedTokenizer, config: ModelConfig, renderer: PromptRenderer
+    ) -> None:
         self._pool = pool
+        self._renderer = renderer
         self._model = model
         self._dialect = _dialect(model, config)
 
@@ -47,9 +53,9 @@ class Conversations:
         if request is not None:
             self._dialect.require_tools(request)
         output = await self._output(body)
-        token_ids = await self._tokenize(body, request)
+        prompt = await self._tokenize(body, request)
         reasoning = self._dialect.reasoning
-        opened = reasoning is not None and reasoning.opened(self._model.decode(token_ids[-_PROMPT_END_TOKENS:]))
+        opened = reasoning is not None and reasoning.opened(self._model.decode(prompt.token_ids[-_PROMPT_END_TOKENS:]))
         grammar = ""
         if request is not None or output is not None:
             grammar = await self._in_thread(lambda: self._dialect.grammar(request, output, opened=opened))
@@ -59,7 +65,7 @@ class Conversations:
             skip_special_tokens=sampling.skip_special_tokens and not self._dialect.shows_markers(request),
         )
         return Conversation(
-            token_ids=token_ids,
+            prompt=prompt,
             sampling=sampling,
             demanded_tokens=demanded_tokens,
             new_parser=lambda: self._dialect.parser(request, opened=opened),
@@ -70,7 +76,7 @@ class Conversations:
         request = tool_request(body.tools, None, None)
         if request is not None:
             self._dialect.require_tools(request)
-        return await self._tokenize(body, request)
+        return (await self._tokenize(body, request)).token_ids
 
     async def completion_sampling(self, body: CompletionBody) -> tuple[SamplingParams, int | None]:
         """Sampling of a text completion and its demanded length. Raises InvalidRequestError naming the field."""
@@ -81,20 +87,32 @@ class Conversations:
             sampling = replace(sampling, grammar=output.alone)
         return await self._with_words(sampling, body), demanded_tokens
 
-    async def _tokenize(self, body: ChatBody | TokenizeBody, request: ToolRequest | None) -> list[int]:
+    async def _tokenize(self, body: ChatBody | TokenizeBody, request: ToolRequest | None) -> PromptTokens:
+        try:
+            return await self._rendered(body, request)
+        except FarfillError as error:
+            self._renderer.refused(error)
+            raise
+
+    async def _rendered(self, body: ChatBody | TokenizeBody, request: ToolRequest | None) -> PromptTokens:
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
             self._require_switch("reasoning_effort")
             variables["reasoning_effort"] = body.reasoning_effort
-        return await tokenize_chat(
-            self._pool,
-            self._model,
-            template_messages(body.messages or []),
+        images: list[ImageRef] = []
+        messages = template_messages(body.messages or [], images if self._model.takes_images else None)
+        render = partial(
+            self._model.chat_text,
+            messages,
             add_generation_prompt=body.add_generation_prompt is not False,
-            add_special_tokens=bool(body.add_special_tokens),
             tools=None if request is None else request.shown,
             variables=variables,
         )
+        special = bool(body.add_special_tokens)
+        if images:
+            return await self._renderer.render(await self._in_thread(render), images, add_special_tokens=special)
+        ids = await tokenize_chat(self._pool, self._model, messages, render, add_special_tokens=special)
+        return PromptTokens(ids)
 
     async def _output(self, body: SamplingFields) -> OutputGrammar | None:
         asked = (body.response_format, body.structured_outputs, *(getattr(body, name) for name in GUIDED_FIELDS))

@@ -30,6 +30,7 @@ from farfill.gateway.pipeline.authenticate import Caller, authenticate
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.hash import hash_prompt
 from farfill.gateway.pipeline.job import Job
+from farfill.gateway.pipeline.media import PromptTokens
 from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
 from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
 from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_text
@@ -42,7 +43,8 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Token ids of each prompt, its text where it is echoed, how to sample, and how to read the answer of a chat."""
+    """Token ids of each prompt, its text where it is echoed, how to sample, and how to read the answer of a chat, which
+    alone may be `pictured`."""
 
     token_ids: list[list[int]]
     echo_texts: list[str]
@@ -50,6 +52,7 @@ class Prompts:
     demanded_tokens: int | None
     default_tokens: int | None
     new_parser: NewParser = AssistantParser
+    pictured: PromptTokens | None = None
 
 
 class GenerateHandler:
@@ -59,7 +62,9 @@ class GenerateHandler:
         self._service = service
         self._config = service.deps.config
         self._model = service.deps.model
-        self._conversations = Conversations(service.pool, service.deps.model, service.deps.config.model)
+        self._conversations = Conversations(
+            service.pool, service.deps.model, service.deps.config.model, service.renderer
+        )
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         """POST /v1/chat/completions."""
@@ -167,12 +172,13 @@ class GenerateHandler:
         """One job a prompt, its output cut to the context. Raises when one cannot fit."""
         context = self._service.placer.context_tokens(self._model.context_tokens)
         chunk_tokens = self._config.prefill.chunked_prefill_tokens
+        pictured = prompts.pictured or PromptTokens([])
         jobs: list[Job] = []
         for i, ids in enumerate(prompts.token_ids):
             sampling = fit_context(len(ids), prompts.sampling, prompts.demanded_tokens, prompts.default_tokens, context)
             with tracker.stage("hash"):
                 # The last prompt token is decode's: only the KV before it is kept for reuse.
-                keys = await hash_prompt(self._service.pool, ids[:-1], chunk_tokens, caller.salt)
+                keys = await hash_prompt(self._service.pool, ids[:-1], chunk_tokens, caller.salt, pictured.material)
             jobs.append(
                 Job(
                     request_id=tracker.request_id if i == 0 else f"{tracker.request_id}-{i}",
@@ -184,6 +190,8 @@ class GenerateHandler:
                     forced=forced,
                     traceparent=traceparent,
                     accepted_s=tracker.accepted_s,
+                    media=pictured.media,
+                    position_offset=pictured.position_offset,
                 )
             )
         return jobs
@@ -193,7 +201,8 @@ class GenerateHandler:
         if isinstance(body, ChatBody):
             chat = await self._conversations.chat(body)
             return Prompts(
-                token_ids=[chat.token_ids],
+                token_ids=[chat.prompt.token_ids],
+                pictured=chat.prompt,
                 echo_texts=[],
                 sampling=chat.sampling,
                 demanded_tokens=chat.demanded_tokens,

@@ -27,7 +27,9 @@ class InfoHandler:
         self._service = service
         self._config = service.deps.config
         self._model = service.deps.model
-        self._conversations = Conversations(service.pool, service.deps.model, service.deps.config.model)
+        self._conversations = Conversations(
+            service.pool, service.deps.model, service.deps.config.model, service.renderer
+        )
         self._started_unix_s = int(service.deps.clock.unix_s())
 
     def routes(self) -> list[web.RouteDef]:

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 
 from farfill.core.errors import InvalidRequestError
-from farfill.gateway.openai.requests import ChatMessageBody, ToolCallBody
+from farfill.gateway.media import ImageRef
+from farfill.gateway.openai.requests import ChatMessageBody, ContentPart, ToolCallBody
 
 TemplateMessage = Mapping[str, Any]
 
@@ -16,18 +17,21 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _MUST_BE_EMPTY = ("function_call", "audio")
 
 
-def template_messages(messages: Sequence[ChatMessageBody], param: str = "messages") -> list[TemplateMessage]:
+def template_messages(
+    messages: Sequence[ChatMessageBody], images: list[ImageRef] | None = None, param: str = "messages"
+) -> list[TemplateMessage]:
     """Each message as {"role", "content"} and what belongs to its role; `developer` is OpenAI's newer name of `system`.
 
     Arguments of tool calls become objects, as templates of open models want them. Raises InvalidRequestError for roles
-    and content this server would otherwise drop.
+    and content this server would otherwise drop. Images are appended to `images`, in order, and stay in their message
+    as parts {"type": "image"}; None: there may be none.
     """
     if not messages:
         raise InvalidRequestError(f"{param} is empty", param=param)
-    return [_message(message, f"{param}[{i}]") for i, message in enumerate(messages)]
+    return [_message(message, f"{param}[{i}]", images) for i, message in enumerate(messages)]
 
 
-def _message(message: ChatMessageBody, where: str) -> TemplateMessage:
+def _message(message: ChatMessageBody, where: str, images: list[ImageRef] | None) -> TemplateMessage:
     role = _ROLES.get(message.role)
     if role is None:
         raise InvalidRequestError(
@@ -44,7 +48,7 @@ def _message(message: ChatMessageBody, where: str) -> TemplateMessage:
         raise InvalidRequestError(f"{where}: only an assistant has tool_calls", param=f"{where}.tool_calls")
     if message.tool_call_id and role != "tool":
         raise InvalidRequestError(f"{where}: only role 'tool' has a tool_call_id", param=f"{where}.tool_call_id")
-    rendered: dict[str, Any] = {"role": role, "content": _text(message, where)}
+    rendered: dict[str, Any] = {"role": role, "content": _content(message, where, images)}
     if message.tool_calls:
         rendered["tool_calls"] = [
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
@@ -74,20 +78,35 @@ def _tool_call(call: ToolCallBody, where: str) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
-def _text(message: ChatMessageBody, where: str) -> str:
+def _content(message: ChatMessageBody, where: str, images: list[ImageRef] | None) -> str | list[dict[str, str]]:
+    """Text; with images, a list of parts."""
     if message.content is None:
         if message.tool_calls:
             return ""
         raise InvalidRequestError(f"{where}.content is missing", param=f"{where}.content")
     if isinstance(message.content, str):
         return message.content
-    texts: list[str] = []
-    for i, part in enumerate(message.content):
-        if part.type != "text" or part.text is None:
-            raise InvalidRequestError(
-                f"{where}.content[{i}] has type {part.type!r}; only text is supported here",
-                param=f"{where}.content[{i}]",
-                reason="unsupported",
-            )
-        texts.append(part.text)
-    return "".join(texts)
+    parts = [_part(part, f"{where}.content[{i}]", images) for i, part in enumerate(message.content)]
+    if any(part["type"] == "image" for part in parts):
+        return parts
+    return "".join(part["text"] for part in parts)
+
+
+def _part(part: ContentPart, where: str, images: list[ImageRef] | None) -> dict[str, str]:
+    if part.type == "text" and part.text is not None:
+        return {"type": "text", "text": part.text}
+    if part.type != "image_url":
+        raise InvalidRequestError(
+            f"{where} has type {part.type!r}; text and image_url are supported here",
+            param=where,
+            reason="unsupported" if part.type == "text" else "unsupported_media",
+        )
+    url = part.image_url if isinstance(part.image_url, str) else getattr(part.image_url, "url", "")
+    if not url:
+        raise InvalidRequestError(f"{where}.image_url.url is missing", param=f"{where}.image_url.url")
+    if images is None:
+        raise InvalidRequestError(
+            f"{where} is an image; this model takes text only", param=where, reason="unsupported_media"
+        )
+    images.append(ImageRef(url, f"{where}.image_url.url"))
+    return {"type": "image"}

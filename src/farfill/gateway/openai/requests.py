@@ -93,11 +93,19 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_ids: bool | None = None
 
 
+class ImageUrl(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """`detail` chooses a resolution at OpenAI; open models have one of their own."""
+
+    url: str
+    detail: str | None = None
+
+
 class ContentPart(msgspec.Struct, kw_only=True):
-    """One part of a message; only text is understood."""
+    """One part of a message: text, or the URL of an image."""
 
     type: str
     text: str | None = None
+    image_url: ImageUrl | str | None = None
 
 
 class CalledFunction(msgspec.Struct, kw_only=True):

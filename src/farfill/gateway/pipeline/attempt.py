@@ -127,6 +127,8 @@ def make_attempt(
         priority=job.priority,
         timeout_s=ctx.silence_s,
         traceparent=job.traceparent,
+        media=list(job.media),
+        position_offset=job.position_offset,
     )
     return Attempt(
         prefill=prefill, decode=decode, transfer_id=transfer_id, command=command, uncached_tokens=uncached_tokens

@@ -219,6 +219,8 @@ class Dispatcher:
             hold_s=self.legs.silence_s if token and self.config.kv_transfer.continuations else 0.0,
             allow_fallback=self._may_fall_back(plan, token),
             traceparent=job.traceparent,
+            media=list(job.media),
+            position_offset=job.position_offset,
         )
 
     def _may_fall_back(self, plan: Plan, token: str) -> bool:

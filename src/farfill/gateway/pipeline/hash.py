@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from farfill.gateway.tokenizer import INLINE_TOKENS, TokenizerPool
-from farfill.kv.hashing import prefix_keys
+from farfill.kv.hashing import KeyMaterial, prefix_keys
 
 
-async def hash_prompt(pool: TokenizerPool, token_ids: Sequence[int], chunk_tokens: int, salt: str) -> list[bytes]:
-    """Chained keys of the whole prefill chunks of `token_ids`."""
-    return await pool.run(len(token_ids), INLINE_TOKENS, lambda: list(prefix_keys(token_ids, chunk_tokens, salt)))
+async def hash_prompt(
+    pool: TokenizerPool,
+    token_ids: Sequence[int],
+    chunk_tokens: int,
+    salt: str,
+    material: Sequence[KeyMaterial] = (),
+) -> list[bytes]:
+    """Chained keys of the whole prefill chunks of `token_ids`; `material` tells of their images."""
+    return await pool.run(
+        len(token_ids), INLINE_TOKENS, lambda: list(prefix_keys(token_ids, chunk_tokens, salt, material))
+    )

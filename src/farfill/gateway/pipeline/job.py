@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from farfill.core.sampling import SamplingParams
 from farfill.policy.offload import Forced
+from farfill.wire.control import MediaMessage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,3 +25,5 @@ class Job:
     forced: Forced | None
     traceparent: str
     accepted_s: float
+    media: tuple[MediaMessage, ...] = ()
+    position_offset: int = 0

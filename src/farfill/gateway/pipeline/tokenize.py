@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
@@ -16,27 +16,19 @@ async def tokenize_chat(
     pool: TokenizerPool,
     model: LoadedTokenizer,
     messages: Sequence[ChatMessage],
+    render: partial[str],
     *,
-    add_generation_prompt: bool,
     add_special_tokens: bool,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    variables: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Token ids of a rendered conversation."""
+    """Token ids of a conversation of text, which `render` renders."""
     # How much tools and calls render to is not known: never on the event loop.
     size = sum(len(m["content"]) for m in messages)
-    if tools or any("tool_calls" in m for m in messages):
+    if render.keywords.get("tools") or any("tool_calls" in m for m in messages):
         size = INLINE_CHARS
     return await pool.run(
         size,
         INLINE_CHARS,
-        lambda: model.encode_chat(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            add_special_tokens=add_special_tokens,
-            tools=tools,
-            variables=variables,
-        ),
+        lambda: model.encode(render(), add_special_tokens=add_special_tokens),
     )
 
 

@@ -102,6 +102,7 @@ class GatewayMetrics:
             kind=("prompt", "cached", "completion"),
         )
         self._declare_latencies(metrics, models)
+        self._declare_media(metrics)
         self._declare_far_side(metrics)
         self.policies = PolicyMetrics(metrics)
 
@@ -132,6 +133,15 @@ class GatewayMetrics:
         )
         self._lag = metrics.histogram(
             "farfill_event_loop_lag_seconds", "How late the event loop woke a timer.", LAG_BUCKETS_S
+        )
+
+    def _declare_media(self, metrics: MetricSet) -> None:
+        self._media = metrics.counter(
+            "farfill_media", "Images of requests, by where they came from.", source=("data", "url")
+        )
+        self._media_bytes = metrics.counter("farfill_media_bytes", "Bytes of their files.", source=("data", "url"))
+        self._media_refused = metrics.counter(
+            "farfill_media_refused", "Requests refused because of their images.", reason=()
         )
 
     def _declare_far_side(self, metrics: MetricSet) -> None:
@@ -218,6 +228,15 @@ class GatewayMetrics:
     def prefill_continued(self, reason: str, outcome: str) -> None:
         """A far prefill failed for `reason`, and another instance was to continue."""
         self._continuations(reason=reason, outcome=outcome).inc()
+
+    def media_loaded(self, source: str, nbytes: int) -> None:
+        """An image file came with a request ("data") or was fetched for it ("url")."""
+        self._media(source=source).inc()
+        self._media_bytes(source=source).inc(nbytes)
+
+    def media_refused(self, reason: str) -> None:
+        """A request was refused because of its images."""
+        self._media_refused(reason=reason).inc()
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         """`decode` failed before its first token and another try was made."""
