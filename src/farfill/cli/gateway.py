@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import functools
 import os
+import signal
 import ssl
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 from aiohttp import web
 
@@ -21,7 +23,7 @@ from farfill.config.secrets import TlsMaterial, read_public_tls, read_ticket_sig
 from farfill.core.errors import ConfigError
 from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.identity import worker_context
-from farfill.gateway.service import GatewayDeps
+from farfill.gateway.service import GatewayDeps, GatewayService
 from farfill.gateway.tokenizer import load_tokenizer
 from farfill.registry.client import InstanceWatcher
 from farfill.registry.identity import registry_context
@@ -30,6 +32,8 @@ from farfill.telemetry.loop_lag import watch_loop_lag
 from farfill.telemetry.metrics import GatewayMetrics, exposition
 from farfill.transfer.tickets import TicketSigner
 from farfill.transport.certificates import CertificateWatch, ServerContext
+
+log = structlog.get_logger()
 
 # How long running requests may go on after SIGTERM.
 DRAIN_S = 30.0
@@ -77,12 +81,22 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         store.use_context(registry)
 
     certificates = CertificateWatch(tls, functools.partial(read_tls, loaded, "gateway"), use)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, _reload, loaded.path, runner.app[SERVICE])
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))
     try:
         async with watcher, store, certificates.running(), _public_server(loaded, runner):
             await stop.wait()
     finally:
         lag.cancel()
+
+
+def _reload(path: Path, service: GatewayService) -> None:
+    """SIGHUP: what is safe of a changed cluster file applies now; a file with mistakes changes nothing."""
+    try:
+        service.reloader.apply(load_config(path).config)
+    except ConfigError as error:
+        log.error("config_not_reloaded", error=str(error))
 
 
 @contextlib.asynccontextmanager

@@ -41,6 +41,15 @@ class Threshold:
         self._searched_s = -inf
         observer.threshold_set(self.tokens, "")
 
+    def configure(self, routing: RoutingConfig) -> None:
+        """New settings from now on. A search goes on from where it is, unless the starting point was changed."""
+        moved = routing.remote_prefill_threshold_tokens != self._routing.remote_prefill_threshold_tokens
+        if moved or routing.threshold == "static":
+            self.tokens = routing.remote_prefill_threshold_tokens
+        self._routing, self._limits = routing, regime_limits(routing)
+        self._trigger, self._new_lengths = SearchTrigger(self._limits), 0
+        self._observer.threshold_set(self.tokens, "")
+
     def seen(self, uncached_tokens: int) -> None:
         """A prompt was placed."""
         if self._routing.threshold == "auto":

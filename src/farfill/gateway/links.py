@@ -53,6 +53,12 @@ class LinkView:
         self._wire_bytes_per_token = SmoothedValue()
         self._near_s_per_token = SmoothedValue()
 
+    def configure(self, routing: RoutingConfig) -> None:
+        """New limits of links from now on; what was measured stays."""
+        self._limits = regime_limits(routing)
+        for link in self._sites.values():
+            link.regime = BandwidthRegime(self._limits)
+
     def site(self, name: str) -> SiteLink:
         """What is known of a site."""
         found = self._sites.get(name)

@@ -48,10 +48,20 @@ class Admission:
     """Owned by the event loop."""
 
     def __init__(self, gateway: GatewayConfig, config: AdmissionConfig, clock: Clock, observer: PolicyObserver) -> None:
-        self._limit = gateway.max_concurrent_requests + config.max_queue
         self._in_progress = 0
+        self._machine = AdmissionMachine(AdmissionLimits())
+        self.configure(gateway, config)
+        self._clock = clock
+        self._observer = observer
+        self._keys = itertools.count()
+        self._waiting: dict[str, asyncio.Future[None]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def configure(self, gateway: GatewayConfig, config: AdmissionConfig) -> None:
+        """New limits from now on. Who runs or waits does so under the former ones."""
+        self._limit = gateway.max_concurrent_requests + config.max_queue
         self._queue_timeout_s = config.queue_timeout_s
-        self._machine = AdmissionMachine(
+        self._machine.configure(
             AdmissionLimits(
                 max_running=gateway.max_concurrent_requests,
                 max_waiting=config.max_queue,
@@ -61,11 +71,6 @@ class Admission:
             ),
             {name: _tenant(tenant) for name, tenant in config.tenants.items()},
         )
-        self._clock = clock
-        self._observer = observer
-        self._keys = itertools.count()
-        self._waiting: dict[str, asyncio.Future[None]] = {}
-        self._timer: asyncio.TimerHandle | None = None
 
     @property
     def in_progress(self) -> int:

@@ -90,14 +90,18 @@ class PlacerParts:
 
 
 class Placer:
-    """Applies the policies. Holds no state of its own."""
+    """Applies the policies. Holds no state but its settings."""
 
     def __init__(self, config: ClusterConfig, parts: PlacerParts) -> None:
-        placement = config.routing.placement
+        self._parts = parts
+        self.configure(config)
+
+    def configure(self, config: ClusterConfig) -> None:
+        """Settings for placements from now on."""
+        placement, parts = config.routing.placement, self._parts
         self._model = config.model.name
         self._local_instead = config.routing.fallback_to_local_prefill
         self._shares = {name: tenant.max_share for name, tenant in config.admission.tenants.items()}
-        self._parts = parts
         self._decode = PlacementProfile(_settings(DECODE_FILTERS, placement.decode_weights, placement.picker))
         self._far = FarSide(
             routing=config.routing,
