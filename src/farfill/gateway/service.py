@@ -20,10 +20,12 @@ from farfill.gateway.health import DecodeReach, PrefillHealth
 from farfill.gateway.identity import server_name
 from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
+from farfill.gateway.media import MediaLoader, is_public
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
 from farfill.gateway.pipeline.admit import Admission
 from farfill.gateway.pipeline.attempt import LegContext, SignTicket
 from farfill.gateway.pipeline.dispatch import Dispatcher
+from farfill.gateway.pipeline.media import PromptRenderer
 from farfill.gateway.pipeline.place import Membership, Placer, PlacerParts
 from farfill.gateway.prefixes import PrefixView
 from farfill.gateway.records import RequestRecords
@@ -56,6 +58,7 @@ class GatewayDeps:
     base_dir: Path = Path()
     metrics: Metrics = _no_metrics
     registry_away_s: Callable[[], float] = lambda: 0.0
+    may_fetch_from: Callable[[str], bool] = is_public
     store: Store | None = None
     """What gateways share; None: this one shares nothing."""
 
@@ -66,6 +69,7 @@ class GatewayService:
 
     deps: GatewayDeps
     pool: TokenizerPool
+    renderer: PromptRenderer
     admission: Admission
     placer: Placer
     health: PrefillHealth
@@ -101,6 +105,7 @@ class GatewayService:
         await self.background.close()
         await self.client.close()
         self.pool.close()
+        self.renderer.loader.close()
         if self.decision_log is not None:
             await asyncio.to_thread(self.decision_log.close)
 
@@ -143,6 +148,14 @@ def build_service(deps: GatewayDeps) -> GatewayService:
     return GatewayService(
         deps=deps,
         pool=TokenizerPool(),
+        renderer=PromptRenderer(
+            loader=MediaLoader(config.gateway, deps.observer, deps.may_fetch_from),
+            client=client,
+            membership=deps.membership,
+            work=parts.work,
+            model=config.model.name,
+            observer=deps.observer,
+        ),
         admission=admission,
         reloader=Reloader(config, placer, admission, parts.threshold, parts.links),
         placer=placer,
