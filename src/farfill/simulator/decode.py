@@ -56,6 +56,7 @@ class DecodeServer:
         self._step_s = 1.0
         self._context = 0.0
         self._number = 0
+        self._planned = (-1.0, 0.0)
         self._version = 0
         self._prompt_version = 0
         self.instance = instance
@@ -113,6 +114,7 @@ class DecodeServer:
         self._computing = None
         self._context = 0.0
         self.waiting_tokens = 0
+        self._planned = (-1.0, 0.0)
         self._version += 1
         self._prompt_version += 1
         self.cache.clear()
@@ -165,6 +167,8 @@ class DecodeServer:
 
     def _pace(self) -> float:
         count = len(self._running)
+        if self._steps.flat:
+            return self._steps.alone[count] + self._chunk_s
         context = self._context / count + self._done
         return self._steps.seconds(count, context) + self._chunk_s
 
@@ -177,18 +181,25 @@ class DecodeServer:
         self._at_s = now_s
 
     def _plan(self) -> None:
-        self._version += 1
-        if self._running:
-            self._step_s = self._pace()
-            left = max(0.0, self._ends[0][0] - self._done)
-            self._kernel.at(self._kernel.now_s + left * self._step_s, self._reached, self._version)
-        else:
+        if not self._running:
+            self._version += 1
+            self._planned = (-1.0, 0.0)
             self._done = float(ceil(self._done - 1e-9))
+            return
+        self._step_s = self._pace()
+        planned = (self._ends[0][0], self._step_s)
+        if planned == self._planned:
+            return  # the event under way is still right
+        self._planned = planned
+        self._version += 1
+        left = max(0.0, planned[0] - self._done)
+        self._kernel.at(self._kernel.now_s + left * self._step_s, self._reached, self._version)
 
     def _reached(self, version: int) -> None:
         if version != self._version:
             return
         self._advance()
+        self._planned = (-1.0, 0.0)
         step = self._ends[0][0]
         self._done = max(self._done, step)
         told: list[tuple[int, Request]] = []

@@ -28,7 +28,7 @@ from farfill.simulator.sites import FINGERPRINT, MODEL, Hardware, Site
 from farfill.simulator.times import Sizes
 
 NO_HITS = PrefixHits({}, {})
-_SAME = 0.25
+_SAME = 0.5
 """Rates and counts that differ by less are the same circumstances."""
 _NEEDS_BUDGET = frozenset({PlacementReason.BREAKER_OPEN, PlacementReason.NO_PREFILL_INSTANCE})
 
@@ -49,7 +49,7 @@ class Gateway:
         self._prefill = PlacementProfile(
             ProfileSettings(filters=PREFILL_FILTERS, weights=policies.prefill_weights or dict(PREFILL_WEIGHTS))
         )
-        self._breakers: dict[str, CircuitBreaker] = {}
+        self._allowed: dict[PrefillServer, bool] = {}
         self._index = BlockIndex(policies.index_blocks)
         self._trigger = SearchTrigger(
             RegimeLimits(
@@ -109,12 +109,16 @@ class Gateway:
         policies = self._policies
         request.compared = uncached_tokens(request.prompt, near_hit_tokens)
         sites: list[SiteInputs] = []
-        bandwidth = Bandwidth.ABUNDANT
+        bandwidth = (
+            Bandwidth.ABUNDANT
+            if all(site.regime.state is Bandwidth.ABUNDANT for site in self._hardware.far)
+            else Bandwidth.SCARCE
+        )
         if request.compared >= self.threshold_tokens:  # short prompts need not look at sites
-            sites = [s for s in (self._inputs(site, request, hits) for site in self._hardware.far) if s is not None]
-        for site in self._hardware.far:
-            if site.regime.state is Bandwidth.SCARCE:
-                bandwidth = Bandwidth.SCARCE
+            for site in self._hardware.far:
+                inputs = self._inputs(site, request, hits)
+                if inputs is not None:
+                    sites.append(inputs)
         percent = self.share.percent
         decision = decide_offload(
             OffloadQuery(
@@ -141,16 +145,16 @@ class Gateway:
 
     def place_prefill(self, request: Request, site: Site, hits: PrefixHits) -> PrefillServer | None:
         """Which of the site's instances computes its prompt."""
-        servers, now_s, block = site.prefill, self._kernel.now_s, self._block_tokens
-        far = site.link is not None
+        servers, found, block, exact = site.prefill, hits.blocks, self._block_tokens, self._exact
+        allowed = self._allowed if site.link is not None else {}
         candidates = [
             Candidate(
-                s.instance,
-                hits.at(s.instance.name) * block,
-                s.left_tokens() if self._exact else s.outstanding_tokens,
+                i := s.instance,
+                found.get(i.name, 0) * block if found else 0,
+                s.left_tokens() if exact else s.outstanding_tokens,
                 s.outstanding,
                 0,
-                not far or self.breaker(s).allows(now_s),
+                allowed.get(s, True),
             )
             for s in servers
         ]
@@ -198,12 +202,11 @@ class Gateway:
             self._index.placed(name, request.keys, blocks)
 
     def breaker(self, server: PrefillServer) -> CircuitBreaker:
-        """Of one far instance."""
-        name = server.instance.name
-        found = self._breakers.get(name)
+        """Of one far instance; a restart does not clear what is known of it."""
+        found = server.breaker
         if found is None:
             given = self._policies.breaker
-            found = self._breakers[name] = CircuitBreaker(
+            found = server.breaker = CircuitBreaker(
                 BreakerLimits(
                     error_rate_limit=given.error_rate_limit,
                     latency_p99_limit_ms=given.latency_p99_limit_ms,
@@ -268,7 +271,12 @@ class Gateway:
         if not ready:
             return None
         assert site.link is not None
-        allowed = [s for s in ready if self.breaker(s).allows(now_s)]
+        allowed: list[PrefillServer] = []
+        for server in ready:  # place_prefill, which comes next, goes by the same answers
+            may = (server.breaker or self.breaker(server)).allows(now_s)
+            self._allowed[server] = may
+            if may:
+                allowed.append(server)
         waiting = min(s.outstanding_tokens for s in allowed or ready)
         per_token = site.estimator.estimate_s(1)
         return SiteInputs(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from farfill.core.cluster import Instance, InstanceState
+from farfill.policy.breaker import CircuitBreaker
 from farfill.simulator.cache import BlockCache
 from farfill.simulator.kernel import Kernel
 from farfill.simulator.request import Request
@@ -40,6 +41,7 @@ class PrefillServer:
         self._version = 0
         self.instance = instance
         self.cache = cache
+        self.breaker: CircuitBreaker | None = None
         self.outstanding_tokens = 0
         self.outstanding = 0
         self.busy_s = 0.0

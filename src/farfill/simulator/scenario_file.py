@@ -19,6 +19,7 @@ class FleetSection(Section):
 
 class SessionsSection(Section):
     turns: float = Field(default=4.0, ge=1, description="Mean number of requests of one conversation (geometric).")
+    share: float = Field(default=1.0, gt=0, le=1, description="Users who converse; the others ask once.")
     think_s: float = Field(default=30.0, ge=0, description="Mean pause between an answer and the next request.")
 
 

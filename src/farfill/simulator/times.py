@@ -39,12 +39,15 @@ class StepTimes:
     def __init__(self, profile: Profile) -> None:
         self.max_batch = profile.max_batch
         self._contexts = sorted({point.context_tokens for point in profile.decode})
+        self.flat = len(self._contexts) == 1
+        """Whether steps depend on the batch alone."""
+        self.alone = [profile.step_s(batch, self._contexts[0]) for batch in range(profile.max_batch + 1)]
         self._rows = [[profile.step_s(batch, c) for c in self._contexts] for batch in range(profile.max_batch + 1)]
 
     def seconds(self, batch: int, context_tokens: float) -> float:
         """Of `batch` sequences, at most `max_batch`, of this mean length. Straight lines, also beyond the ends."""
         row, contexts = self._rows[batch], self._contexts
-        if len(contexts) == 1:
+        if self.flat:
             return row[0]
         index = min(max(bisect_right(contexts, context_tokens), 1), len(contexts) - 1)
         x0, x1, y0, y1 = contexts[index - 1], contexts[index], row[index - 1], row[index]

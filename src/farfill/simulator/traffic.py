@@ -113,6 +113,7 @@ class Session:
     group: int
     tokens: int
     left: int
+    talks: bool
 
 
 class GeneratedTraffic:
@@ -127,8 +128,9 @@ class GeneratedTraffic:
         self._traffic = traffic
         self._block_tokens = block_tokens
         self._left = file.requests
-        turns = traffic.sessions.turns if traffic.sessions else 1.0
-        self._rate = scenario.rate_per_s / turns
+        turns, share = (traffic.sessions.turns, traffic.sessions.share) if traffic.sessions else (1.0, 0.0)
+        self._talking = share
+        self._rate = scenario.rate_per_s / (share * turns + 1 - share)
         self._input = lengths_of(scenario.input, generator(file.seed, 1))
         mean_output = max(1.0, round(scenario.problem.workload.output_tokens))
         self._output = lengths_of(scenario.output, generator(file.seed, 2)) if scenario.output else lambda: mean_output
@@ -175,8 +177,9 @@ class GeneratedTraffic:
         group = bisect_right(self._groups, self._choice()) if traffic.shared_prefix else 0
         self._number += 1
         tokens = traffic.shared_prefix.tokens if traffic.shared_prefix else 0
-        turns = int(self._turns()) if traffic.sessions else 1
-        session = Session(self._number, f"s{self._number}", tenant, group, tokens, turns - 1)
+        talks = self._talking >= 1 or (self._talking > 0 and self._choice() < self._talking)
+        turns = int(self._turns()) if talks else 1
+        session = Session(self._number, f"s{self._number}", tenant, group, tokens, turns - 1, talks)
         self._turn(session)
         if self._left > 0:
             self._plan_next()
@@ -189,7 +192,7 @@ class GeneratedTraffic:
         prompt = session.tokens + int(self._input())
         session.tokens = prompt + output
         # Only what may come again needs keys: a single request without a shared prefix is found by nobody.
-        cached = self._traffic.sessions is not None
+        cached = session.talks
         request = Request(
             f"r{self._left}",
             self._kernel.now_s,
