@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -107,7 +108,7 @@ def test_json_schema_inside_a_grammar(pair: Pair) -> None:
     grammar += '"additionalProperties": false}'
     choice = local(pair.decode, PROMPT, replace(GREEDY, grammar=grammar, ignore_eos=False, max_tokens=60))[0]
     if choice.finish_reason == "stop":
-        assert choice.text.replace(" ", "").replace("\n", "").replace("\t", "") in ('{"n":1}', '{"n":2}')
+        assert json.loads(choice.text) in ({"n": 1}, {"n": 2})
     else:
         assert choice.text.lstrip().startswith("{")
 
