@@ -65,6 +65,8 @@ class DecodeReach:
 
     def lost(self, instance: Instance) -> bool:
         """Whether `instance` could not be reached a moment ago."""
+        if not self._until_s:
+            return False
         return self._until_s.get((instance.name, instance.generation), 0.0) > self._clock.now_s()
 
 

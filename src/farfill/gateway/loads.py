@@ -23,9 +23,9 @@ class OutstandingWork:
         """Requests given to `instance` and not yet ended."""
         return self._requests[instance.name]
 
-    def tenant_tokens(self, instance: Instance, tenant: str) -> int:
-        """Of its `tokens`, one tenant's."""
-        return self._of_tenants[instance.name, tenant]
+    def of(self, name: str, tenant: str) -> tuple[int, int, int]:
+        """(tokens, requests, the tenant's tokens) given to instance `name`."""
+        return self._tokens[name], self._requests[name], self._of_tenants[name, tenant]
 
     def begin(self, instance: Instance, tokens: int, tenant: str = "") -> Claim:
         """Count a request with `tokens` to compute. End the claim exactly when the work ended."""

@@ -16,13 +16,11 @@ class PrefixView:
     def __init__(self, chunk_tokens: int, *, enabled: bool, max_blocks: int = MAX_BLOCKS) -> None:
         self._chunk_tokens = chunk_tokens
         self._index = BlockIndex(max_blocks) if enabled else None
-        self._known: tuple[Instance, ...] = ()
 
     def follow(self, instances: tuple[Instance, ...]) -> None:
         """Who is alive now. A restarted instance starts empty."""
-        if self._index is None or instances is self._known:
+        if self._index is None:
             return
-        self._known = instances
         self._index.retain([i.name for i in instances])
         for instance in instances:
             self._index.join(instance.name, instance.site, instance.generation)

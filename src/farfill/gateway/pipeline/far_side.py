@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farfill.config.routing import RoutingConfig
-from farfill.core.cluster import InstanceState, PlacementReason, Role
+from farfill.core.cluster import Instance, InstanceState, PlacementReason, Role
 from farfill.gateway.adapt import Threshold
 from farfill.gateway.decisions import DecisionTrail
 from farfill.gateway.health import PrefillHealth
@@ -46,12 +46,13 @@ class FarSide:
         request: PlacementRequest,
         candidates: Sequence[Candidate],
         *,
+        instances: Sequence[Instance],
         near_hit_tokens: int,
         forced: Forced | None,
         in_rollout: bool,
         trail: DecisionTrail,
     ) -> FarPlacement:
-        """`request` is for a prefill instance; `candidates` are all instances."""
+        """`request` is for a prefill instance; `candidates` are all that prefill, `instances` all there are."""
         prompt_tokens, threshold_tokens = request.prompt_tokens, self.threshold.tokens
         near_uncached = uncached_tokens(prompt_tokens, near_hit_tokens)
         self.threshold.seen(near_uncached)
@@ -77,9 +78,7 @@ class FarSide:
         )
         decision = decide_offload(query)
         trail.add("offload", query, decision)
-        self.threshold.search_if_due(
-            [c.instance for c in candidates], max((s.queue_s for s in query.sites), default=0.0), trail
-        )
+        self.threshold.search_if_due(instances, max((s.queue_s for s in query.sites), default=0.0), trail)
         if decision.site is None:
             return FarPlacement(decision, None)
         there = sites[decision.site]

@@ -94,6 +94,7 @@ class Placer:
 
     def __init__(self, config: ClusterConfig, parts: PlacerParts) -> None:
         self._parts = parts
+        self._seen: tuple[Instance, ...] = ()
         self.configure(config)
 
     def configure(self, config: ClusterConfig) -> None:
@@ -142,7 +143,8 @@ class Placer:
                 fingerprint=decode.instance.fingerprint,
                 exclude=(decode.instance.name,),
             ),
-            [self._candidate(i, hits, query.prompt_tokens, query.tenant) for i in instances],
+            self._candidates(instances, Role.PREFILL, hits, query.prompt_tokens, query.tenant),
+            instances=instances,
             near_hit_tokens=decode.hit_tokens,
             forced=query.forced,
             in_rollout=included,
@@ -176,19 +178,13 @@ class Placer:
             model=self._model, role=Role.PREFILL, prompt_tokens=1, total_tokens=1, fingerprint=decode.fingerprint
         )
         nothing = PrefixHits({}, {})
-        found = self._far.another(request, [self._candidate(i, nothing, 1, "") for i in others], avoid_site)
+        found = self._far.another(request, self._candidates(others, Role.PREFILL, nothing, 1, ""), avoid_site)
         return None if found is None else found.instance
 
     def _choose_decode(
         self, request: PlacementRequest, instances: Sequence[Instance], hits: PrefixHits, trail: DecisionTrail
     ) -> Candidate:
-        reach = self._parts.reach
-        candidates = [
-            self._candidate(i, hits, request.prompt_tokens, request.tenant)._replace(
-                allowed=True, reachable=not reach.lost(i)
-            )
-            for i in instances
-        ]
+        candidates = self._candidates(instances, Role.DECODE, hits, request.prompt_tokens, request.tenant)
         choice = self._decode.choose(request, candidates)
         if choice.index is None and any(not c.reachable for c in candidates):
             # One that could not be reached a moment ago is better than nobody.
@@ -234,22 +230,30 @@ class Placer:
             exclude=tuple(exclude),
         )
 
-    def _candidate(self, instance: Instance, hits: PrefixHits, prompt_tokens: int, tenant: str) -> Candidate:
-        """As seen by who looks for a prefill instance: with its breaker."""
-        parts = self._parts
-        return candidate(
-            instance,
-            parts.prefixes.tokens(hits.at(instance.name), prompt_tokens),
-            parts.work.tokens(instance),
-            parts.work.requests(instance),
-            parts.work.tenant_tokens(instance, tenant),
-            instance.role is Role.DECODE or parts.health.allows(instance),
-        )
+    def _candidates(
+        self, instances: Sequence[Instance], role: Role, hits: PrefixHits, prompt_tokens: int, tenant: str
+    ) -> list[Candidate]:
+        """All instances of `role` as whoever looks for one sees them: reach counts for decode, breakers for prefill."""
+        parts, near = self._parts, role is Role.DECODE
+        of, lost, allows, blocks = parts.work.of, parts.reach.lost, parts.health.allows, hits.blocks
+        found: list[Candidate] = []
+        for i in instances:
+            if i.role is not role and i.role is not Role.MIXED:
+                continue
+            held = blocks.get(i.name, 0)
+            hit_tokens = parts.prefixes.tokens(held, prompt_tokens) if held else 0
+            tokens, requests, tenant_tokens = of(i.name, tenant)
+            found.append(
+                candidate(i, hit_tokens, tokens, requests, tenant_tokens, near or allows(i), not near or not lost(i))
+            )
+        return found
 
     def _live(self) -> tuple[Instance, ...]:
         instances = self._parts.membership.instances()
-        self._parts.prefixes.follow(instances)
-        self._parts.health.retain(instances)
+        if instances is not self._seen:
+            self._seen = instances
+            self._parts.prefixes.follow(instances)
+            self._parts.health.retain(instances)
         return instances
 
 
