@@ -125,9 +125,9 @@ SCHEMA_PARAM = "response_format.json_schema.schema"
         ({"messages": [{"role": "user", "content": "x", "colour": 1}]}, "invalid_request", "messages[0]", "colour"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "unsupported",
+            "unsupported_media",
             "messages[0].content[0]",
-            "only text",
+            "text only",
         ),
         ({"model": None}, "invalid_request", "model", "missing"),
         ({"max_tokens": 10_000}, "context_length_exceeded", "messages", "512"),
