@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from farfill.clock import WallClock
+from farfill.core.sampling import SamplingParams
+from farfill.gateway.pipeline.job import Job
 from farfill.registry.embedded import EmbeddedStore
 from farfill.registry.records import RolloutRecord
 from farfill.registry.rollouts import ANY, ShareChange, audit_log, change_share, revert_all
@@ -182,3 +184,45 @@ async def test_share_of_one_tenant_counts_before_that_of_all(tmp_path: Path, sto
         assert await placed(gateway, "a", **{"X-Tenant": "gold"}) == ("remote", "above_threshold")
         assert await placed(gateway, "b", **{"X-Tenant": "other"}) == ("local", "rollout")
         assert isinstance(gateway.service.rollout.records["tiny", "gold"], RolloutRecord)
+
+
+async def test_parity_sample_that_differs_takes_everything_back(tmp_path: Path, store: EmbeddedStore) -> None:
+    routing = {"rollout": {"parity_sample": 1.0}}
+    async with running_gateway(tmp_path, store=store, routing=routing) as gateway:
+        await change_share(store, (ANY, ANY), change(100, automatic=True))
+        await until(lambda: percent(gateway) == 100)
+        greedy = {**body("a"), "max_tokens": 3, "temperature": 0}
+        assert (await gateway.post(COMPLETIONS, greedy))[0] == 200
+        await until(lambda: len(gateway.decode.decodes) == 2)
+        far, near = gateway.decode.decodes
+        assert (near.ticket, near.token_ids, near.sampling.max_tokens) == ("", far.token_ids, 3)
+        assert near.cache_salt.startswith(f"{far.cache_salt}:parity-")
+        await until(lambda: not len(gateway.service.background))
+        assert percent(gateway) == 100
+        gateway.decode.texts = ["one"]  # decode stops after a token now, as if another one had come out
+        await gateway.service.parity.compare(_job_like(gateway), [65, 66, 67])
+        await until(lambda: percent(gateway) == 0)
+        assert gateway.service.rollout.records[ANY, ANY].reason == "revert: parity_mismatch"
+
+
+async def test_sampled_answers_are_no_parity_samples(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path, routing={"rollout": {"parity_sample": 1.0}}) as gateway:
+        assert (await gateway.post(COMPLETIONS, {**body("a"), "temperature": 1.0}))[0] == 200
+        assert (await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "short", "temperature": 0}))[0] == 200
+        await until(lambda: not len(gateway.service.background))
+        assert len(gateway.decode.decodes) == 2
+
+
+def _job_like(gateway: Harness) -> Job:
+    command = gateway.decode.decodes[0]
+    return Job(
+        request_id="again",
+        prompt=command.token_ids,
+        keys=(),
+        salt=command.cache_salt,
+        tenant="default",
+        sampling=SamplingParams(max_tokens=3, temperature=0.0),
+        forced=None,
+        traceparent="",
+        accepted_s=0.0,
+    )

@@ -86,6 +86,14 @@ class RolloutConfig(Section):
 
     min_step_s: float = Field(default=300.0, ge=0, description="Shortest time at one share.")
     min_requests: int = Field(default=100, ge=1, description="Fewest far prefills at one share.")
+    parity_sample: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of greedy answers of far prefill whose first tokens are computed again near and compared, as"
+        " far as the fallback budget has room; one that differs takes everything back. 0: none.",
+    )
+    min_parity_samples: int = Field(default=0, ge=0, description="Fewest such comparisons at one share.")
     success_rate: float = Field(
         default=0.995, gt=0, le=1, description="Share of far prefills that must succeed; below it everything goes back."
     )

@@ -27,6 +27,8 @@ class _Step:
     version: int
     far_requests: int = 0
     far_failures: int = 0
+    parity_samples: int = 0
+    parity_mismatches: int = 0
     far_ttft_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_TTFTS))
     near_ttft_s: deque[float] = field(default_factory=lambda: deque[float](maxlen=MAX_TTFTS))
 
@@ -68,8 +70,7 @@ class RolloutState:
         self, model: str, tenant: str, reason: str, fallback: FallbackReason, *, placed_far: bool, ttft_s: float | None
     ) -> None:
         """A request that was placed has ended."""
-        keys = ((model, tenant), (model, ANY), (ANY, tenant), (ANY, ANY))
-        step = next((self._steps[key] for key in keys if key in self._steps), None)
+        step = self._step(model, tenant)
         if step is None:
             return
         if placed_far:
@@ -80,6 +81,17 @@ class RolloutState:
                 step.far_ttft_s.append(ttft_s)
         elif reason == PlacementReason.ROLLOUT and ttft_s is not None:
             step.near_ttft_s.append(ttft_s)
+
+    def parity(self, model: str, tenant: str, *, equal: bool) -> None:
+        """A prompt prefilled far was computed near as well."""
+        step = self._step(model, tenant)
+        if step is not None:
+            step.parity_samples += 1
+            step.parity_mismatches += not equal
+
+    def _step(self, model: str, tenant: str) -> _Step | None:
+        keys = ((model, tenant), (model, ANY), (ANY, tenant), (ANY, ANY))
+        return next((self._steps[key] for key in keys if key in self._steps), None)
 
     def observed(self, link_utilisation: float) -> list[ObservedShare]:
         """What this gateway saw of each share, for all of them to decide on."""
@@ -92,6 +104,8 @@ class RolloutState:
                 far_failures=step.far_failures,
                 ttft_ratio=_ratio(step),
                 link_utilisation=link_utilisation,
+                parity_samples=step.parity_samples,
+                parity_mismatches=step.parity_mismatches,
             )
             for key, step in self._steps.items()
         ]

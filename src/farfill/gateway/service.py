@@ -22,6 +22,7 @@ from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.media import MediaLoader, is_public
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
+from farfill.gateway.parity import ParitySampler
 from farfill.gateway.pipeline.admit import Admission
 from farfill.gateway.pipeline.attempt import LegContext, SignTicket
 from farfill.gateway.pipeline.dispatch import Dispatcher
@@ -84,6 +85,7 @@ class GatewayService:
     decision_log: DecisionLog | None
     shared: SharedState | None
     reloader: Reloader
+    parity: ParitySampler
     background: BackgroundWork
     client: WorkerClient
 
@@ -157,6 +159,14 @@ def build_service(deps: GatewayDeps) -> GatewayService:
             observer=deps.observer,
         ),
         admission=admission,
+        parity=ParitySampler(
+            ratio=config.routing.rollout.parity_sample,
+            model=config.model.name,
+            dispatcher=dispatcher,
+            rollout=parts.rollout,
+            fallback=parts.fallback,
+            observer=deps.policies,
+        ),
         reloader=Reloader(config, placer, admission, parts.threshold, parts.links),
         placer=placer,
         health=parts.health,

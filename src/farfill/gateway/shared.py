@@ -37,7 +37,7 @@ from farfill.registry.records import (
     decode_record,
     encode_record,
 )
-from farfill.registry.rollouts import ShareChange, ShareKey, change_share, share_of
+from farfill.registry.rollouts import ShareChange, ShareKey, change_share, share_key, share_of
 from farfill.registry.store import Delete, LeaseLostError, Operation, Put, Store
 
 log = structlog.get_logger("farfill.gateway")
@@ -70,6 +70,7 @@ class SharedState:
         self._limits = GuardLimits(
             min_step_s=parts.config.min_step_s,
             min_requests=parts.config.min_requests,
+            min_parity=parts.config.min_parity_samples,
             success_rate=parts.config.success_rate,
             ttft_ratio_hold=parts.config.ttft_ratio_hold,
             ttft_ratio_revert=parts.config.ttft_ratio_revert,
@@ -113,7 +114,7 @@ class SharedState:
             except ProtocolError as error:
                 log.warning("rollout_unreadable", key=entry.key, error=str(error))
                 # What it says is not known, what it said before is.
-                records.update({k: r for k, r in self._parts.rollout.records.items() if entry.key.endswith(f"/{k[1]}")})
+                records |= {k: r for k, r in self._parts.rollout.records.items() if share_key(*k) == entry.key}
                 continue
             records[key] = record
         for (model, tenant), record in records.items():

@@ -116,6 +116,11 @@ class RequestTracker:
                     placed_far=record.placed == "remote",
                     ttft_s=record.ttft_s,
                 )
+        if error is None and not cancelled:
+            for generation in self._generations:
+                if self._service.parity.wants(generation):
+                    comparing = self._service.parity.compare(generation.job, tuple(generation.token_ids))
+                    self._service.background.spawn(comparing, f"parity-{generation.job.request_id}")
         summary = self._summary(error, outcome, duration_s)
         self._service.deps.observer.request_finished(summary)
         self._log(summary, error)

@@ -16,6 +16,7 @@ from farfill.gateway.workers import DecodeStream, WorkerConnectionError
 from farfill.wire.control import EndEvent, FailedEvent, GenerationEvent, StartEvent, TokensEvent
 
 DRAIN_S = 1.0
+KEPT_TOKEN_IDS = 16
 CACHED_WAIT_S = 0.25
 """Longest wait at the end of a remote generation for the far side's count of cached tokens."""
 
@@ -56,6 +57,8 @@ class Generation:
     gaps: FallbackGate
     timing: Timing = field(default_factory=Timing)
     finish_reasons: list[str] = field(default_factory=list[str])
+    token_ids: list[int] = field(default_factory=list[int])
+    """The first choice's first ones."""
     ended: bool = False
 
     @property
@@ -135,6 +138,7 @@ class Generation:
             timing.tokens += len(event.token_ids)
             if event.index == 0:
                 timing.choice_0_tokens += len(event.token_ids)
+                self.token_ids += event.token_ids[: max(0, KEPT_TOKEN_IDS - len(self.token_ids))]
             if event.finish_reason is not None:
                 self.finish_reasons.append(event.finish_reason)
 

@@ -56,6 +56,11 @@ class PolicyMetrics:
             action=ROLLOUT_ACTIONS,
             reason=(),
         )
+        self._parity = metrics.counter(
+            "farfill_parity_samples",
+            "Prompts prefilled far that were computed near as well, by whether the tokens were the same.",
+            outcome=("equal", "differs", "failed"),
+        )
         self._shown: set[tuple[str, str]] = set()
         self._remaining().set(1)
         self._dropped()
@@ -113,6 +118,10 @@ class PolicyMetrics:
         self._shown |= set(shares)
         for model, tenant in self._shown:
             self._percent(model=model, tenant=tenant).set(shares.get((model, tenant), 100.0))
+
+    def parity_sampled(self, outcome: str) -> None:
+        """A prompt prefilled far was computed near as well."""
+        self._parity(outcome=outcome).inc()
 
     def rollout_decided(self, action: str, reason: str) -> None:
         """A guard spoke."""
