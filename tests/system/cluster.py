@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import signal
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -85,6 +86,7 @@ class Cluster:
         config: Path | None = None,
         role: str | None = None,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         """Start one member. `role` names the command where `name` is not a member's."""
         command = [role or self._workers.get(name, name), "--config", str(config or self.config_path)]
@@ -92,7 +94,7 @@ class Cluster:
             command += ["--name", name]
         logs = self._logs.setdefault(name, [])
         logs.append(self.folder / f"{name}.{len(logs)}.log")
-        self._children[name] = Child(name, command, logs[-1], {**_ENVIRONMENT, **(environment or {})})
+        self._children[name] = Child(name, command, logs[-1], {**_ENVIRONMENT, **(environment or {})}, python)
 
     def pid(self, name: str) -> int:
         return self._children[name].pid

@@ -18,10 +18,17 @@ _TAIL_LINES = 15
 class Child:
     """One running `farfill` command."""
 
-    def __init__(self, name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        log_file: Path,
+        environment: Mapping[str, str],
+        python: str = sys.executable,
+    ) -> None:
         self.name = name
         self.log_file = log_file
-        command = [sys.executable, "-m", "farfill.cli.main", *arguments]
+        command = [python, "-m", "farfill.cli.main", *arguments]
         with log_file.open("wb") as output:
             self._process = start_child(command, output, environment)
 
