@@ -25,6 +25,7 @@ from farfill.engine.torch.ranks.cutting import load_cut
 from farfill.engine.torch.ranks.group import Lost
 from farfill.engine.torch.ranks.lead import LeadExecutor
 from farfill.engine.torch.ranks.messages import Load, Pack
+from farfill.engine.torch.ranks.plan import require_cuttable
 from farfill.engine.torch.ranks.processes import Ranks, is_supported
 from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
 
@@ -56,6 +57,9 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
         raise ConfigError("engine.ranks: more than 1 needs engine.device: cpu")
     if not is_supported():
         raise ConfigError("engine.ranks: more than 1 needs memory that processes share without a name, as on Linux")
+    folder = base_dir / model.path
+    loader.require_files(folder)
+    require_cuttable(AutoConfig.from_pretrained(folder, local_files_only=True))
     threads = max(1, (engine.threads or os.cpu_count() or 1) // engine.ranks)
     try:
         ranks = Ranks(engine.ranks, engine.rank_timeout_s, threads=threads)
@@ -85,7 +89,6 @@ def load_model(
 ) -> loader.LoadedModel:
     """As `loader.load_model`, over `ranks`."""
     options = options or loader.LoadOptions()
-    loader.require_files(folder)
     require_known(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
     ranks.send(Load(str(folder.absolute()), model.dtype, options.attention, prefill_chunk_tokens))
     cut = load_cut(folder, model.dtype, options.attention, prefill_chunk_tokens, ranks.group)

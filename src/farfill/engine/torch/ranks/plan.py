@@ -51,13 +51,18 @@ class Cut:
     head_everywhere: bool
 
 
-def plan(config: Any, rank: int, ranks: int) -> Cut:
-    """The cut of the model of `config`. Raises ModelUnsupportedError for models not known to work."""
+def require_cuttable(config: Any) -> None:
+    """Raise ModelUnsupportedError for models not known to work over several ranks; needs no weights."""
     if config.model_type not in KNOWN:
         raise ModelUnsupportedError(
             f"engine.ranks: model_type {config.model_type} is not known to answer over several ranks as on one; "
             f"{', '.join(KNOWN)} are. Set engine.ranks: 1"
         )
+
+
+def plan(config: Any, rank: int, ranks: int) -> Cut:
+    """The cut of the model of `config`. Raises ModelUnsupportedError for models not known to work."""
+    require_cuttable(config)
     with torch.device("meta"):
         net: Any = AutoModelForCausalLM.from_config(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

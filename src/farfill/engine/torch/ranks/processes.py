@@ -54,7 +54,7 @@ class Ranks:
         threading.Thread(target=self._watch, name="farfill-ranks", daemon=True).start()
         try:
             self.group = RankGroup.join(0, size, store, timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             self.close()
             raise Lost(f"the ranks did not meet: {error}") from error
 

@@ -1,9 +1,7 @@
-"""Models over real ranks: tokens of one rank, KV exchanged between numbers of ranks, and the end of a rank."""
+"""Models over real ranks: the tokens of one rank, and KV exchanged between numbers of ranks."""
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -12,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 import pytest
 import torch
 
-from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
-from farfill.core.errors import ConfigError, EngineError
-from farfill.engine.torch import load_engine, loader
+from farfill.config.model import ModelConfig
+from farfill.engine.torch import loader
 from farfill.engine.torch.ranks.engine import load_model
-from farfill.engine.torch.ranks.group import Lost
 from farfill.engine.torch.ranks.processes import Ranks
 from farfill.kv.manifest import build_manifest
 from support.architectures import save_model
@@ -33,7 +28,8 @@ TIMEOUT_S = 60.0
 
 # What is kept of attention: heads of each rank, a head on two of four ranks, all on every rank, latents.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {}),
+    # Vectors of the processor divide each rank's part, or an activation's last bit depends on its place in a batch.
+    "llama": ("llama", {"intermediate_size": 128}),
     "qwen3": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3_moe": ("qwen3_moe", {}),
     "deepseek_v3": ("deepseek_v3", {}),
@@ -240,54 +236,3 @@ def test_loads_say_how_busy_ranks_and_experts_were(models: Models, ranks: Ranks)
     assert len(loads.expert_tokens) == 4
     assert len(loads.step_s) == len(loads.exchange_s) == ranks.size
     assert all(exchange_s > 0 for exchange_s in loads.exchange_s)
-
-
-def others(ranks: Ranks) -> list[psutil.Process]:
-    return psutil.Process(ranks.pid).children()
-
-
-def test_a_rank_that_stops_answering_ends_the_engine_in_time(models: Models) -> None:
-    ranks = Ranks(2, 3.0, threads=1)
-    try:
-        executor = models.over("llama", ranks).executor
-        kv = prefilled(executor, prompt(20, seed=1), 4)
-        (rank,) = others(ranks)
-        rank.send_signal(signal.SIGSTOP)
-        with pytest.raises(Lost):
-            executor.decode([(kv, 1)])
-        with pytest.raises(Lost):
-            executor.allocate(1)
-    finally:
-        ranks.close()
-    assert not psutil.pid_exists(rank.pid) or rank.status() == psutil.STATUS_ZOMBIE
-
-
-def test_a_rank_that_dies_fails_the_engine_and_its_requests(models: Models, harness: Any) -> None:
-    config = models.config("qwen3_moe")
-    settings = EngineConfig(threads=1, ranks=2, rank_timeout_s=TIMEOUT_S, kv_cache_mb=64, prefix_cache_mb=16)
-    engine = load_engine(config, settings, PrefillConfig(chunked_prefill_tokens=CHUNK), config.path.parent)
-    try:
-        engine.start()
-        tokens = prompt(60, seed=4)
-        answer = harness.generate(engine, harness.work(tokens, max_tokens=24)).tokens()
-        kv = prefilled(models.alone("qwen3_moe").executor, tokens[:-1], STEPS)
-        assert answer == decoded(models.alone("qwen3_moe").executor, [kv], tokens[-1:], 24)[0][0]
-        assert engine.load().ranks is not None
-        (rank,) = psutil.Process(os.getpid()).children(recursive=True)[1:]
-        running = harness.start(engine, harness.work(prompt(60, seed=5), max_tokens=150))
-        assert running.first.wait(TIMEOUT_S)
-        rank.kill()
-        assert running.ended.wait(TIMEOUT_S)
-        assert isinstance(running.error, EngineError)
-        assert running.error.reason == "engine_dead"
-        with pytest.raises(EngineError, match="ranks are lost"):
-            engine.load()
-    finally:
-        engine.close()
-    engine.check_integrity()
-
-
-def test_ranks_need_a_cpu(models: Models) -> None:
-    config = models.config("llama")
-    with pytest.raises(ConfigError, match=r"engine\.ranks: more than 1 needs engine\.device: cpu"):
-        load_engine(config, EngineConfig(ranks=2, device="cuda"), PrefillConfig(), config.path.parent)
