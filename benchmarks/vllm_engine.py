@@ -29,6 +29,7 @@ from _common import Figures, median, note, note_machine
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
 WAIT_S = 3.0
+SETTLE_S = 1.0
 REQUESTS = 8
 PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 64
@@ -74,9 +75,12 @@ def waiting(engine: Any, server: psutil.Process, figures: Figures) -> None:
     pieces.wait()
     slot = engine.reserve(work_of(prompt, "waits"))
     family = [psutil.Process(), server, *server.children(recursive=True)]
+    time.sleep(SETTLE_S)
     before = _cpu_s(family)
     time.sleep(WAIT_S)
-    cores = (_cpu_s(family) - before) / WAIT_S
+    each = [(after - old) / WAIT_S for old, after in zip(before, _cpu_s(family), strict=True)]
+    cores = sum(each)
+    note(f"cores of this process, vLLM's server and its children: {', '.join(f'{one:.3f}' for one in each)}")
     fill(slot, pieces)
     pieces.pieces.clear()
     handle.release()
@@ -87,12 +91,14 @@ def waiting(engine: Any, server: psutil.Process, figures: Figures) -> None:
     figures.at_most("vllm_waiting_cores", cores, 0.1)
 
 
-def _cpu_s(family: list[psutil.Process]) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in family)
+def _cpu_s(family: list[psutil.Process]) -> list[float]:
+    return [sum(process.cpu_times()[:2]) for process in family]
 
 
 def connector(engine: Any, server: psutil.Process, folder: Path, rounds: int, figures: Figures) -> None:
     """Throughput with the connector over that without."""
+    from farfill.config.processes import start_child
+
     plain = folder / "plain.sock"
     command = [
         f"--uds={plain}" if word.startswith("--uds=") else word
@@ -100,7 +106,7 @@ def connector(engine: Any, server: psutil.Process, folder: Path, rounds: int, fi
         if not word.startswith("--kv-transfer-config=")
     ]
     with (folder / "plain.log").open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=server.environ(), start_new_session=True)
+        process = start_child(command, log, server.environ())
     try:
         with_s, without_s = asyncio.run(_in_turn(engine.folder / "api.sock", plain, process, rounds))
     finally:
