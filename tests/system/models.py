@@ -21,7 +21,8 @@ WINDOW_TOKENS = 48
 _CHAT_TEMPLATE = (
     "{% if tools %}<s>tools\n{{ tools | tojson }}, called in <tool_call></tool_call></s>{% endif %}"
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}</s>{% endfor %}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}"
+    "</s>{% endfor %}"
     "<s>assistant\n"
 )
 _SPECIALS = ("<pad>", "<s>", "</s>")

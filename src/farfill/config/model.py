@@ -92,8 +92,8 @@ class PrefillConfig(Section):
         default=0,
         ge=0,
         le=1024,
-        description="Also send windows and states as they are after every so many prefill chunks, so that a prompt whose"
-        " transfer breaks is continued from there; 0: only at its end. For models that have any. Part of the"
+        description="Also send windows and states as they are after every so many prefill chunks, so that a prompt"
+        " whose transfer breaks is continued from there; 0: only at its end. For models that have any. Part of the"
         " fingerprint.",
     )
 
@@ -182,14 +182,14 @@ class EngineConfig(Section):
         default=256,
         ge=16,
         le=131_072,
-        description="Tokens of prefill and decode in one step. A longer prefill chunk is interrupted at layer boundaries"
-        " for the running streams' next tokens.",
+        description="Tokens of prefill and decode in one step. A longer prefill chunk is interrupted at layer"
+        " boundaries for the running streams' next tokens.",
     )
     output_reserve_tokens: int = Field(
         default=512,
         ge=1,
-        description="Output tokens a request holds KV memory for from its start; for more as its output grows. On a GPU:"
-        " always all of max_tokens.",
+        description="Output tokens a request holds KV memory for from its start; for more as its output grows. On a"
+        " GPU: always all of max_tokens.",
     )
 
 
