@@ -6,6 +6,7 @@ import ipaddress
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from farfill.config.model import ClusterConfig
@@ -30,6 +31,7 @@ def cross_problems(config: ClusterConfig) -> list[Problem]:
     return [
         *_worker_problems(config),
         *_transfer_problems(config),
+        *_peer_problems(config),
         *_address_problems(config),
         *_engine_problems(config),
         *_routing_problems(config),
@@ -83,6 +85,25 @@ def _transfer_problems(config: ClusterConfig) -> Iterator[Problem]:
                 f"a {worker.role} worker dials KV connections and accepts none (kv_transfer.dial: {dials})",
                 "remove it",
             )
+
+
+def _peer_problems(config: ClusterConfig) -> Iterator[Problem]:
+    """An entry that fits no worker lets nobody in, and would refuse everybody if it were the only one."""
+    transfer = config.kv_transfer
+    paths = [f"{worker.site}/{worker.role}/{name}" for name, worker in config.workers.items()]
+    for number, pattern in enumerate(transfer.allowed_peers):
+        if not any(fnmatchcase(path, pattern) for path in paths):
+            yield Problem(
+                ("kv_transfer", "allowed_peers", number),
+                f"{pattern!r} fits no worker of this file",
+                f"write site/role/name with * as a wildcard, such as {paths[0] if paths else 'far/prefill/*'}",
+            )
+    if transfer.chunk_size_mb > transfer.receive_budget_mb:
+        yield Problem(
+            ("kv_transfer", "chunk_size_mb"),
+            f"{transfer.chunk_size_mb} is more than receive_budget_mb ({transfer.receive_budget_mb})",
+            f"give at most {transfer.receive_budget_mb}, or raise receive_budget_mb",
+        )
 
 
 def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:

@@ -30,6 +30,7 @@ _EXPECTED = {
     "model_type": "a group of keys",
     "model_attributes_type": "a group of keys",
     "dict_type": "a group of keys",
+    "list_type": "a list",
 }
 _BOUNDS = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than"}
 _RANGE_ERRORS = {"greater_than_equal", "greater_than", "less_than_equal", "less_than"}
@@ -60,8 +61,19 @@ def line_of(path: KeyPath, lines: Mapping[KeyPath, int]) -> int:
 
 
 def problems_of(errors: Iterable[ErrorDetails], model: type[BaseModel]) -> list[Problem]:
-    """Pydantic's complaints about `model`, in this file's words."""
-    return [_problem_of(error, model) for error in errors]
+    """Pydantic's complaints about `model`, in this file's words.
+
+    It has one for each kind of value a key may have; here that is one complaint.
+    """
+    found: dict[Problem, None] = {}
+    for error in errors:
+        field = _field_at(error["loc"][:-1], model)
+        choices = _choices(field) if field and not _field_at(error["loc"], model) else ""
+        if choices:
+            found[Problem(error["loc"][:-1], f"{error['input']!r} does not fit", f"give {choices}")] = None
+        else:
+            found[_problem_of(error, model)] = None
+    return list(found)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -160,6 +172,24 @@ def _range_text(field: FieldInfo) -> str:
     return " and ".join(bounds)
 
 
+def _choices(field: FieldInfo) -> str:
+    """What a key of several kinds of value may be, in words; empty for others."""
+    kinds = typing.get_args(field.annotation) if isinstance(field.annotation, types.UnionType) else ()
+    if not kinds and typing.get_origin(field.annotation) is typing.Union:
+        kinds = typing.get_args(field.annotation)
+    words: list[str] = []
+    for kind in kinds:
+        if typing.get_origin(kind) is typing.Literal:
+            words += [str(value) for value in typing.get_args(kind)]
+        elif typing.get_origin(kind) is typing.Annotated:
+            inner, *extra = typing.get_args(kind)
+            ranges = [_range_text(info) for info in extra if isinstance(info, FieldInfo)]
+            words.append(", ".join([_EXPECTED.get(f"{inner.__name__}_type", inner.__name__), *filter(None, ranges)]))
+        else:
+            return ""
+    return ", or ".join(words)
+
+
 def _describe(found: Any) -> str:
     if isinstance(found, str):
         return f"the text {found!r}"
@@ -172,7 +202,7 @@ def _describe(found: Any) -> str:
     return json.dumps(found)
 
 
-def _type_fix(kind: str, found: Any) -> str:
+def _type_fix(kind: str, found: Any) -> str:  # noqa: PLR0911 - one per kind of mistake
     if isinstance(found, str) and kind in ("int_type", "float_type"):
         if _DECIMAL.fullmatch(found):
             return "remove the quotes"
@@ -183,6 +213,8 @@ def _type_fix(kind: str, found: Any) -> str:
         return "write true or false, without quotes"
     if found is None:
         return "give a value or remove the key"
+    if kind == "list_type":
+        return f"write [{json.dumps(found)}]" if isinstance(found, str | int | float) else "give a list"
     return f"give {_EXPECTED[kind]}"
 
 

@@ -283,3 +283,27 @@ def test_numbers_in_every_plain_form(cluster_file: Path, written: str, seconds: 
     text = cluster_file.read_text()
     cluster_file.write_text(text.replace("tickets:\n", f"tickets:\n  clock_tolerance_s: {written}\n", 1))
     assert load_config(cluster_file).config.tickets.clock_tolerance_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ("connections: 65", "connections: 65 does not fit; give a whole number, at least 1 and at most 64, or auto"),
+        ("connections: 'x'", "connections: 'x' does not fit; give a whole number, at least 1 and at most 64, or auto"),
+        ("allowed_peers: a/b/c", "allowed_peers: expected a list, found the text 'a/b/c'; write [\"a/b/c\"]"),
+        (
+            "allowed_peers: [far/prefill/*, far/prefil/*]",
+            "allowed_peers.1: 'far/prefil/*' fits no worker of this file; write site/role/name with * as a wildcard, "
+            "such as near/decode/decode-near",
+        ),
+        (
+            "chunk_size_mb: 128\n  receive_budget_mb: 64",
+            "chunk_size_mb: 128 is more than receive_budget_mb (64); give at most 64, or raise receive_budget_mb",
+        ),
+    ],
+)
+def test_transfer_settings_that_cannot_work_are_one_complaint_with_a_fix(
+    cluster_file: Path, values: str, expected: str
+):
+    (line,) = complaints(cluster_file, cluster_file.read_text() + f"kv_transfer:\n  {values}\n")
+    assert line.split(" kv_transfer.", 1)[1] == expected
