@@ -184,7 +184,7 @@ def _choices(field: FieldInfo) -> str:
         elif typing.get_origin(kind) is typing.Annotated:
             inner, *extra = typing.get_args(kind)
             ranges = [_range_text(info) for info in extra if isinstance(info, FieldInfo)]
-            words.append(", ".join([_EXPECTED.get(f"{inner.__name__}_type", inner.__name__), *filter(None, ranges)]))
+            words.append(", ".join([_EXPECTED.get(f"{inner.__name__}_type", inner.__name__), *filter(len, ranges)]))
         else:
             return ""
     return ", or ".join(words)
