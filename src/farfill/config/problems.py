@@ -184,7 +184,8 @@ def _choices(field: FieldInfo) -> str:
         elif typing.get_origin(kind) is typing.Annotated:
             inner, *extra = typing.get_args(kind)
             ranges = [_range_text(info) for info in extra if isinstance(info, FieldInfo)]
-            words.append(", ".join([_EXPECTED.get(f"{inner.__name__}_type", inner.__name__), *filter(len, ranges)]))
+            name: str = inner.__name__
+            words.append(", ".join([_EXPECTED.get(f"{name}_type", name), *[text for text in ranges if text]]))
         else:
             return ""
     return ", or ".join(words)
