@@ -242,6 +242,21 @@ async def test_certificate_of_another_ca_is_refused_on_both_sides(
     assert set(reasons(logged, "transfer_connection_refused")) == {"identity_refused"}
 
 
+async def test_flood_of_strangers_is_counted_in_full_but_logged_in_few_lines(ends: Ends, logged: list[Any]) -> None:
+    await ends.start()
+    host, port = ends.receiver.address.rsplit(":", 1)
+    for _ in range(25):
+        with socket.create_connection((host, int(port)), timeout=5) as stranger:
+            stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            while stranger.recv(1024):
+                pass
+    eventually(lambda: sum(n for key, n in ends.receiver_seen.counts.items() if key.startswith("refused:")) == 25)
+    assert len(reasons(logged, "transfer_connection_refused")) == 10
+    await ends.receiver.close()
+    (told,) = [entry for entry in logged if entry["event"] == "transfer_connection_refused_left_out"]
+    assert told["count"] == 15
+
+
 async def test_receiver_of_another_ca_is_refused_by_the_sender(ends: Ends, tmp_path: Path) -> None:
     ends.sender = ends.make_sender(client_ctx=make_pki(tmp_path / "other").name(PREFILL, role="prefill").client())
     await ends.start()

@@ -67,12 +67,19 @@ class Pki:
         """As etcd's JSON API wants client certificates."""
         return self._issue(name, f"farfill://{CLUSTER}/near/registry/{name}", subject=x509.Name([]))
 
-    def _issue(self, name: str, uri: str, subject: x509.Name | None = None) -> Credentials:
+    def valid_between(self, name: str, from_hours: float, to_hours: float) -> Credentials:
+        """A decode worker's, valid that long from now on; negative: before now."""
+        hours = (from_hours, to_hours)
+        return self._issue(name, f"farfill://{CLUSTER}/near/decode/{name}", hours=hours)
+
+    def _issue(
+        self, name: str, uri: str, subject: x509.Name | None = None, hours: tuple[float, float] = (-1, 48)
+    ) -> Credentials:
         key = ec.generate_private_key(ec.SECP256R1())
         names = [x509.UniformResourceIdentifier(uri), x509.DNSName("localhost")]
         usage = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]
         certificate = (
-            _builder(name, self._ca.subject, subject)
+            _builder(name, self._ca.subject, subject, hours)
             .public_key(key.public_key())
             .add_extension(x509.SubjectAlternativeName(names), critical=False)
             .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
@@ -107,13 +114,15 @@ def make_ticket_keys() -> tuple[bytes, bytes]:
     return key.private_bytes(*_PKCS8), public
 
 
-def _builder(name: str, issuer: x509.Name, subject: x509.Name | None = None) -> x509.CertificateBuilder:
+def _builder(
+    name: str, issuer: x509.Name, subject: x509.Name | None = None, hours: tuple[float, float] = (-1, 48)
+) -> x509.CertificateBuilder:
     now = datetime.datetime.now(datetime.UTC)
     return (
         x509.CertificateBuilder()
         .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) if subject is None else subject)
         .issuer_name(issuer)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(now - datetime.timedelta(hours=1))
-        .not_valid_after(now + datetime.timedelta(days=2))
+        .not_valid_before(now + datetime.timedelta(hours=hours[0]))
+        .not_valid_after(now + datetime.timedelta(hours=hours[1]))
     )

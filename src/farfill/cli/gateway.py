@@ -32,6 +32,8 @@ from farfill.telemetry.loop_lag import watch_loop_lag
 from farfill.telemetry.metrics import GatewayMetrics, exposition
 from farfill.transfer.tickets import TicketSigner
 from farfill.transport.certificates import CertificateWatch, ServerContext
+from farfill.transport.own_certificate import OwnCertificate
+from farfill.transport.tls import PeerIdentity
 
 log = structlog.get_logger()
 
@@ -73,14 +75,23 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     )
     runner = build_runner(deps, shutdown_timeout_s=DRAIN_S)
 
+    own = OwnCertificate(
+        identity=PeerIdentity(config.cluster, config.gateway.site, "gateway", "gateway"),
+        cert=config.tls.cert.format(name="gateway"),
+        ca=config.tls.ca,
+        serves=False,
+    )
+
     def use(found: TlsMaterial) -> None:
         pems = (found.cert_pem, found.key_pem, found.ca_pem)
+        own.check(*pems)
         workers, registry = worker_context(*pems, config.cluster), registry_context(*pems, config.cluster)
         runner.app[SERVICE].client.use_context(workers)
         watcher.use_context(registry)
         store.use_context(registry)
 
-    certificates = CertificateWatch(tls, functools.partial(read_tls, loaded, "gateway"), use)
+    read = functools.partial(read_tls, loaded, "gateway")
+    certificates = CertificateWatch(tls, read, use, metrics.certificates_changed)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, _reload, loaded.path, runner.app[SERVICE])
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))

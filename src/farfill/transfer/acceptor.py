@@ -11,6 +11,7 @@ import structlog
 
 from farfill.clock import Clock
 from farfill.core.errors import IncompatiblePeerError, ProtocolError
+from farfill.telemetry.log_limit import LimitedWarnings
 from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.door import Door
 from farfill.transfer.early import EarlyChunks, Waiting, key_of, landing_or_refused
@@ -81,6 +82,7 @@ class Acceptor:
         self.clock = clock
         self.observer = observer
         self.liveness = liveness
+        self._refusals = LimitedWarnings(_log, "transfer_connection_refused", clock.now_s)
         self._lock = Lock()
         self._peers = 0
         self._sessions: dict[str, list[AcceptorSession]] = {}
@@ -102,6 +104,11 @@ class Acceptor:
         """Stop accepting, let connections say what is queued, end every thread. Idempotent."""
         if self._door is not None:
             await self._door.close()
+        self._refusals.tell_left_out(at_once=True)
+
+    def tick(self) -> None:
+        """Call now and then."""
+        self._refusals.tell_left_out()
 
     def session(
         self, peer: PeerIdentity, remote: str, waker: Waker, measured: Callable[[float], None] = lambda _: None
@@ -153,7 +160,7 @@ class Acceptor:
     def refused(self, peer: str | None, remote: str, reason: str, detail: str) -> None:
         """A connection was turned away; `peer` is its certified name, if it has one."""
         self.observer.refused(reason)
-        _log.warning("transfer_connection_refused", peer=peer, remote=remote, reason=reason, detail=detail)
+        self._refusals.warning(reason, peer=peer, remote=remote, detail=detail)
         if peer is not None and not self.sessions(peer, None):
             self.host.peer_refused(peer, reason, detail)
 

@@ -423,6 +423,7 @@ class KVReceiver:
             await asyncio.sleep(TICK_S)
 
     def _look_after_transfers(self) -> None:
+        self._acceptor.tick()
         with self._lock:
             expected = list(self._expected.values())
         for transfer in expected:

@@ -16,6 +16,7 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TransferError
 from farfill.core.ticket import Ticket
 from farfill.kv.manifest import Manifest
+from farfill.telemetry.log_limit import LimitedWarnings
 from farfill.transfer.door import Door, ServedSession
 from farfill.transfer.grid import propose_chunk_bytes
 from farfill.transfer.limits import known_reason, limits_of, liveness_of
@@ -74,6 +75,7 @@ class KVSender:
         self._retired: list[PeerLink] = []
         self._ticker: asyncio.Task[None] | None = None
         self._closed = False
+        self._refusals = LimitedWarnings(_log, "transfer_connection_refused", clock.now_s)
         self._door: Door | None = None
         if listen is not None:
             self._door = Door(
@@ -101,6 +103,7 @@ class KVSender:
             link.stop()
         if self._door is not None:
             await self._door.close()
+        self._refusals.tell_left_out(at_once=True)
         if not await until(lambda: not any(link.alive for link in links), LAST_WORDS_S):
             for link in links:
                 link.abort()
@@ -175,7 +178,7 @@ class KVSender:
 
     def _turned_away(self, peer: str | None, remote: str, reason: str, detail: str) -> None:
         self._observer.refused(known_reason(reason))
-        _log.warning("transfer_connection_refused", peer=peer, remote=remote, reason=reason, detail=detail)
+        self._refusals.warning(reason, peer=peer, remote=remote, detail=detail)
 
     async def _tick(self) -> None:
         while True:
@@ -186,6 +189,7 @@ class KVSender:
             await asyncio.sleep(TICK_S)
 
     def _look_after_links(self) -> None:
+        self._refusals.tell_left_out()
         for key, link in list(self._links.items()):
             link.tick()
             if link.unused_s() > UNUSED_LINK_S:  # the peer left for good; should it come back, so does the link

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 import structlog
 
 from farfill.core.errors import ConfigError
+from farfill.transport.own_certificate import CertificateRefusedError
 
 PERIOD_S = 5.0
 
@@ -24,13 +25,24 @@ log = structlog.get_logger()
 
 
 class CertificateWatch(Generic[Material]):
-    """`read` gives what is on disk now; `use` takes it into use, or raises ConfigError and changes nothing."""
+    """`read` gives what is on disk now; `use` takes it into use, or raises ConfigError and changes nothing.
 
-    def __init__(self, current: Material, read: Callable[[], Material], use: Callable[[Material], None]) -> None:
+    `changed` hears "replaced", "refused" (peers would not accept it) or "unusable", as often as it is logged.
+    """
+
+    def __init__(
+        self,
+        current: Material,
+        read: Callable[[], Material],
+        use: Callable[[Material], None],
+        changed: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._current = current
         self._read = read
         self._use = use
+        self._changed = changed
         self._complained = ""
+        self._refused: Material | None = None
 
     def check(self) -> bool:
         """Whether new material was taken into use. What cannot be used is logged once, and the old stays in use."""
@@ -38,16 +50,31 @@ class CertificateWatch(Generic[Material]):
             found = self._read()
             if found == self._current:
                 return False
-            self._use(found)
+            self._take(found)
+        except CertificateRefusedError:
+            return False
         except ConfigError as error:
             # Files are written one after the other: certificate and key may not fit for a moment.
             if str(error) != self._complained:
                 self._complained = str(error)
                 log.warning("certificates_unusable", error=str(error))
+                self._changed("unusable")
             return False
-        self._current, self._complained = found, ""
+        self._current, self._complained, self._refused = found, "", None
         log.info("certificates_replaced")
+        self._changed("replaced")
         return True
+
+    def _take(self, found: Material) -> None:
+        """Tried each time, as one that is not valid yet becomes so; a refusal is logged once for the same content."""
+        try:
+            self._use(found)
+        except CertificateRefusedError as error:
+            if found != self._refused:
+                self._refused = found
+                log.warning("certificates_refused", detail=str(error))
+                self._changed("refused")
+            raise
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

@@ -10,12 +10,14 @@ import contextlib
 import os
 import ssl
 import tempfile
+import time
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 import structlog
 
 from farfill.core.errors import ConfigError
+from farfill.telemetry.log_limit import LimitedWarnings
 from farfill.transport.errors import IdentityError
 
 log = structlog.get_logger()
@@ -74,8 +76,20 @@ def server_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLCon
 
 def http_server_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLContext:
     """`server_context` for asyncio servers, which say nothing of handshakes they refuse: this one logs them."""
+    refusals = LimitedWarnings(log, "connection_refused", time.monotonic)
+
+    class LoggedObject(ssl.SSLObject):
+        def do_handshake(self) -> None:
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError as error:
+                refusals.warning("identity_refused", detail=str(error))
+                raise
+
     context = server_context(cert_pem, key_pem, ca_pem)
-    context.sslobject_class = _LoggedObject
+    context.sslobject_class = LoggedObject
     return context
 
 
@@ -89,17 +103,6 @@ def client_context(cert_pem: bytes, key_pem: bytes, ca_pem: bytes, *, check_host
     context.check_hostname = check_hostname
     context.verify_mode = ssl.CERT_REQUIRED
     return _load(context, cert_pem, key_pem, ca_pem)
-
-
-class _LoggedObject(ssl.SSLObject):
-    def do_handshake(self) -> None:
-        try:
-            super().do_handshake()
-        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            raise
-        except ssl.SSLError as error:
-            log.warning("connection_refused", reason="identity_refused", detail=str(error))
-            raise
 
 
 def _load(context: ssl.SSLContext, cert_pem: bytes, key_pem: bytes, ca_pem: bytes) -> ssl.SSLContext:

@@ -34,7 +34,8 @@ from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
 from farfill.transfer.tickets import TicketVerifier
 from farfill.transport.certificates import CertificateWatch, ServerContext
-from farfill.transport.tls import client_context, http_server_context, server_context
+from farfill.transport.own_certificate import OwnCertificate
+from farfill.transport.tls import PeerIdentity, client_context, http_server_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.decode import DecodeService
 from farfill.worker.media import RenderService
@@ -210,16 +211,25 @@ def _certificates(
 ) -> CertificateWatch[TlsMaterial]:
     """Everything this worker listens or dials with follows its certificate, key and CA."""
 
+    config, worker = parts.loaded.config, parts.worker
+    own = OwnCertificate(
+        identity=PeerIdentity(config.cluster, worker.site, str(worker.role), parts.name),
+        cert=config.tls.cert.format(name=parts.name),
+        ca=config.tls.ca,
+    )
+
     def use(found: TlsMaterial) -> None:
         pems = (found.cert_pem, found.key_pem, found.ca_pem)
+        own.check(*pems)
         server, client, http = server_context(*pems), client_context(*pems), http_server_context(*pems)
-        registry = registry_context(*pems, parts.loaded.config.cluster)
+        registry = registry_context(*pems, config.cluster)
         for end in ends:
             end.use_contexts(server, client)
         http_tls.replace(http)
         announcer.use_context(registry)
 
-    return CertificateWatch(parts.tls, functools.partial(read_tls, parts.loaded, parts.name), use)
+    read = functools.partial(read_tls, parts.loaded, parts.name)
+    return CertificateWatch(parts.tls, read, use, parts.metrics.certificates_changed)
 
 
 def _dials(parts: _Parts) -> str:

@@ -19,6 +19,9 @@ TRANSFER_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.
 STAGE_BUCKETS_S = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
 LAG_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0)
 
+CERTIFICATE_CHANGES = "New contents of certificate, key or CA files, by what came of them."
+CERTIFICATE_OUTCOMES = ("replaced", "refused", "unusable")
+
 Metric = TypeVar("Metric", Counter, Gauge, Histogram)
 
 

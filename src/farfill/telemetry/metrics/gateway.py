@@ -8,6 +8,8 @@ from typing import Protocol
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
 from farfill.telemetry.metrics.families import (
+    CERTIFICATE_CHANGES,
+    CERTIFICATE_OUTCOMES,
     ITL_BUCKETS_S,
     LAG_BUCKETS_S,
     STAGE_BUCKETS_S,
@@ -185,6 +187,9 @@ class GatewayMetrics:
         self._registry_requests = metrics.counter(
             "farfill_registry_requests", "Calls to the registry, by outcome.", outcome=("ok",)
         )
+        self._certificates = metrics.counter(
+            "farfill_certificate_changes", CERTIFICATE_CHANGES, outcome=CERTIFICATE_OUTCOMES
+        )
         for child in (self._in_flight, self._eligible, self._lag, self._registry_up):
             child()
 
@@ -269,6 +274,10 @@ class GatewayMetrics:
         """A call to the registry ended: "ok" or a stable reason."""
         self._registry_requests(outcome=outcome).inc()
         self._registry_up().set(1 if outcome == "ok" else 0)
+
+    def certificates_changed(self, outcome: str) -> None:
+        """There were other certificate files: "replaced", "refused" or "unusable"."""
+        self._certificates(outcome=outcome).inc()
 
     def _link(self, prefill: Instance) -> dict[str, str]:
         return {"src_site": prefill.site, "dst_site": self._site}

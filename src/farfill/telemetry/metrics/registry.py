@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from farfill.core.cluster import Instance, InstanceState
-from farfill.telemetry.metrics.families import MetricSet
+from farfill.telemetry.metrics.families import CERTIFICATE_CHANGES, CERTIFICATE_OUTCOMES, MetricSet
 
 
 class RegistryMetrics:
@@ -35,6 +35,9 @@ class RegistryMetrics:
         self._store_requests = metrics.counter(
             "farfill_store_requests", "Answers and failures of the store, by outcome.", **own, outcome=("ok",)
         )
+        self._certificates = metrics.counter(
+            "farfill_certificate_changes", CERTIFICATE_CHANGES, **own, outcome=CERTIFICATE_OUTCOMES
+        )
         self.set_state((), 0)
 
     def set_state(self, instances: Iterable[Instance], revision: int) -> None:
@@ -54,6 +57,10 @@ class RegistryMetrics:
         """The store answered ("ok"), or did not, for a stable reason."""
         self._store_requests(**self._own, outcome=outcome).inc()
         self._store_up(**self._own).set(1 if outcome == "ok" else 0)
+
+    def certificates_changed(self, outcome: str) -> None:
+        """There were other certificate files: "replaced", "refused" or "unusable"."""
+        self._certificates(**self._own, outcome=outcome).inc()
 
     def expired(self, count: int) -> None:
         """So many leases ran out."""

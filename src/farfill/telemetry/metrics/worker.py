@@ -5,7 +5,13 @@ from __future__ import annotations
 from farfill.core.cluster import FallbackReason
 from farfill.core.layout import TensorKind
 from farfill.telemetry.metrics.engine import EngineMetrics, Load
-from farfill.telemetry.metrics.families import TRANSFER_BUCKETS_S, TTFT_BUCKETS_S, MetricSet
+from farfill.telemetry.metrics.families import (
+    CERTIFICATE_CHANGES,
+    CERTIFICATE_OUTCOMES,
+    TRANSFER_BUCKETS_S,
+    TTFT_BUCKETS_S,
+    MetricSet,
+)
 
 LOSSY = ("int8", "fp8")
 CODECS = ("none", "lz4", "zstd", *LOSSY)
@@ -31,6 +37,10 @@ class WorkerMetrics:
         self._registry_up = metrics.gauge("farfill_registry_up", "1 while the registry answers this process.")()
         self._registry_requests = metrics.counter(
             "farfill_registry_requests", "Calls to the registry, by outcome.", outcome=("ok",)
+        )
+
+        self._certificates = metrics.counter(
+            "farfill_certificate_changes", CERTIFICATE_CHANGES, outcome=CERTIFICATE_OUTCOMES
         )
 
     def _declare_work(self, metrics: MetricSet) -> None:
@@ -195,3 +205,7 @@ class WorkerMetrics:
         """A call to the registry ended: "ok" or a stable reason."""
         self._registry_requests(outcome=outcome).inc()
         self._registry_up.set(1 if outcome == "ok" else 0)
+
+    def certificates_changed(self, outcome: str) -> None:
+        """There were other certificate files: "replaced", "refused" or "unusable"."""
+        self._certificates(outcome=outcome).inc()
