@@ -23,7 +23,7 @@ class CertificateRefusedError(ConfigError):
 class OwnCertificate:
     """What this process must prove to be. `cert` and `ca`: where they come from, for messages.
 
-    `serves` and `dials`: whether peers see it as a server's and as a client's certificate; a PKI may issue it for one only.
+    `serves` and `dials`: whether peers see it as a server's, and as a client's; a PKI may issue it for one only.
     """
 
     identity: PeerIdentity
