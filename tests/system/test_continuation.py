@@ -29,9 +29,12 @@ EARLY_BYTES = 100_000
 DEADLINE_S = 30.0
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A decode worker and far workers at two sites, whose KV passes a port where the test puts a relay."""
+    """A decode worker and far workers at two sites, whose KV passes a port where the test puts a relay.
+
+    One for each test: a gateway that has seen a site fail prefers the other one.
+    """
     folder = tmp_path_factory.mktemp("continued")
     (port,) = free_ports(1)
     other = {OTHER: {"role": "prefill", "site": "other", "listen": f"{HOST}:{port}"}}
