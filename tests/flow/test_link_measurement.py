@@ -96,7 +96,7 @@ async def test_near_side_that_dials_is_measured_all_the_same(pki: Pki):
             measuring = LinkMeasurement(
                 ends,
                 config,
-                seconds=0.2,
+                seconds=0.5,
                 connections=(1, 2),
                 report=lambda _: None,
                 near=let_in_near_side(ends, far.control, lambda _: None),
@@ -131,6 +131,29 @@ async def test_only_the_expected_near_side_is_let_in(pki: Pki):
     assert not entering.done()
     entering.cancel()
     await asyncio.wait([entering])
+
+
+async def test_near_side_of_another_ca_is_called_that(pki: Pki, tmp_path: Path):
+    own = make_pki(tmp_path / "own")
+    async with near_side(pki) as (_, control):
+        with pytest.raises(LinkTestError, match=r"not valid under this cluster's CA \(tls\.ca\)") as caught:
+            await measurement(own, control).run()
+    assert "is farfill link serve running" not in str(caught.value)
+
+
+async def test_near_side_with_another_name_is_called_that(pki: Pki):
+    async with near_side(pki) as (_, control):
+        ends = Ends(
+            cluster=CLUSTER,
+            source=FAR,
+            target="decode-other",
+            control=control,
+            pems=pki.name(FAR, role="prefill", site="far").pems,
+        )
+        measuring = LinkMeasurement(ends, KVTransferConfig(), seconds=0.2, connections=(1,), report=lambda _: None)
+        with pytest.raises(LinkTestError, match="answered where decode-other was expected") as caught:
+            await measuring.run()
+    assert "is farfill link serve running" not in str(caught.value)
 
 
 async def test_another_role_may_not_measure(pki: Pki):

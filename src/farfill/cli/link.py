@@ -28,9 +28,9 @@ from farfill.config.secrets import read_tls
 from farfill.core.cluster import Role
 from farfill.core.errors import ConfigError
 from farfill.verify.link import Ends, LinkMeasurement, LinkReport
-from farfill.verify.link_baseline import compare, read_baseline, write_baseline
+from farfill.verify.link_baseline import check_writable, compare, read_baseline, too_short, write_baseline
 from farfill.verify.link_codecs import measure_here
-from farfill.verify.link_report import draw, print_changes, print_report
+from farfill.verify.link_report import check_drawable, draw, print_changes, print_report
 from farfill.verify.link_reverse import FarSide, dial_far_side, let_in_near_side
 from farfill.verify.link_serve import LinkServer
 
@@ -96,6 +96,10 @@ def measure(
     """At the far site: measure the link to a site where `serve` runs."""
     loaded = load_config(config)
     earlier = None if against is None else read_baseline(against)
+    if baseline is not None:
+        check_writable(baseline)
+    if plot is not None:
+        check_drawable(plot)
     ends = _ends(loaded, name, to, at)
     with progress() as report:
         result = asyncio.run(_measure(loaded, ends, seconds, report, listen=listen, transfer_listen=transfer_listen))
@@ -108,8 +112,8 @@ def measure(
         write_baseline(baseline, result)
     if plot is not None:
         draw(result, plot)
-    if changes:
-        print_changes(Console(stderr=as_json), changes)
+    if earlier is not None:
+        print_changes(Console(stderr=as_json), changes, too_short(earlier, result))
     if any(change.is_change for change in changes):
         sys.exit(1)
 

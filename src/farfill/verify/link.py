@@ -32,6 +32,7 @@ from farfill.transfer.sender import KVSender
 from farfill.transport.errors import IdentityError
 from farfill.transport.tls import client_context, peer_identity, server_context
 from farfill.verify.link_codecs import CodecRates, measure_here
+from farfill.verify.link_spread import rate_spread
 
 REPORT_VERSION = 1
 FINGERPRINT = "farfill-link-test-1"
@@ -82,16 +83,23 @@ class TicketOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStep(msgspec.Struct, frozen=True, kw_only=True):
-    """What so many connections brought. `resent_share`: TCP segments that travelled again; `rtt_ms`: TCP's, loaded."""
+    """What so many connections brought. `resent_share`: TCP segments that travelled again; `rtt_ms`: TCP's, loaded.
+
+    `spread_bits_per_s`: how much the rate swung meanwhile (see `link_spread`); None: not known, or too short to tell.
+    """
 
     connections: int
     bits_per_s: float
     resent_share: float
     rtt_ms: float | None
+    spread_bits_per_s: float | None = None
 
 
 class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured link; the format of baseline files. `samples`: (seconds, bits/s) over the whole measurement."""
+    """A measured link; the format of baseline files. `samples`: (seconds, bits/s) over the whole measurement.
+
+    `seconds`: how long each step was measured; None in older files.
+    """
 
     version: int
     source: str
@@ -105,6 +113,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True):
     codecs_source: dict[str, CodecRates]
     codecs_target: dict[str, CodecRates]
     samples: list[tuple[float, float]]
+    seconds: float | None = None
 
     @property
     def best(self) -> LinkStep:
@@ -211,6 +220,7 @@ class LinkMeasurement:
             codecs_source=codecs,
             codecs_target=offer.codecs,
             samples=self._samples,
+            seconds=self._seconds,
         )
 
     async def _round_trips(self, near: NearSide) -> tuple[float, float]:
@@ -252,7 +262,7 @@ class LinkMeasurement:
             await self._find_rate(near, sender, offer, rtt_s)
             resent, sent = seen.resent_segments, seen.sent_bytes
             seen.rtts_s.clear()
-            rate = await self._full_rate(near, sender, offer, seen)
+            rate, spread = await self._full_rate(near, sender, offer, seen)
         finally:
             sampling.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -264,6 +274,7 @@ class LinkMeasurement:
             bits_per_s=rate * 8,
             resent_share=(seen.resent_segments - resent) / segments if segments else 0.0,
             rtt_ms=statistics.median(seen.rtts_s) * 1e3 if seen.rtts_s else None,
+            spread_bits_per_s=spread,
         )
 
     async def _find_rate(self, near: NearSide, sender: KVSender, offer: LinkOffer, rtt_s: float) -> None:
@@ -277,8 +288,10 @@ class LinkMeasurement:
                 return
             nbytes *= 4
 
-    async def _full_rate(self, near: NearSide, sender: KVSender, offer: LinkOffer, seen: _Seen) -> float:
-        """Bytes per second that left while transfers overlapped, from the first one's end on."""
+    async def _full_rate(
+        self, near: NearSide, sender: KVSender, offer: LinkOffer, seen: _Seen
+    ) -> tuple[float, float | None]:
+        """Bytes per second that left while transfers overlapped, from the first one's end on; the spread in bits/s."""
         nbytes = round(min(MAX_TRANSFER_BYTES, max(MIN_TRANSFER_BYTES, self._rate_bytes_per_s * TRANSFER_S)))
         first_end, over = asyncio.Event(), asyncio.Event()
 
@@ -294,11 +307,12 @@ class LinkMeasurement:
                 await first_end.wait()
                 start_s, start_bytes = time.monotonic(), seen.sent_bytes
                 await asyncio.sleep(self._seconds)
-                rate = (seen.sent_bytes - start_bytes) / (time.monotonic() - start_s)
+                end_s = time.monotonic()
+                rate = (seen.sent_bytes - start_bytes) / (end_s - start_s)
                 over.set()
         except* FarfillError as errors:
             raise errors.exceptions[0] from None
-        return rate
+        return rate, rate_spread(self._samples, start_s - self._start_s, end_s - self._start_s)
 
     async def _move(self, near: NearSide, sender: KVSender, offer: LinkOffer, nbytes: int) -> float:
         """One transfer of about that size; seconds from its beginning to the confirmation."""
@@ -347,6 +361,8 @@ class _DialledNearSide:
                 if response.status != 200:
                     raise LinkTestError(f"{self._url}: {response.status} {body[:500].decode(errors='replace')}")
                 return body
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise LinkTestError(f"{self._url}: {_certificate_problem(error.certificate_error)}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LinkTestError(f"{self._url}: {error or 'no answer'}\nis farfill link serve running there?") from error
 
@@ -357,6 +373,13 @@ async def _near_side(ends: Ends) -> AsyncIterator[NearSide]:
     connector = aiohttp.TCPConnector(ssl=checked_context(ends.pems, ends.cluster, ends.target), limit=AT_ONCE + 1)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         yield _DialledNearSide(session, ends.control)
+
+
+def _certificate_problem(error: Exception) -> str:
+    """In words. OpenSSL's refusals have a code; those of `checked_context` do not."""
+    if not isinstance(error, ssl.SSLCertVerificationError) or not getattr(error, "verify_code", 0):
+        return str(error)
+    return f"the certificate shown there is not valid under this cluster's CA (tls.ca): {error.verify_message}"
 
 
 def checked_offer(body: bytes) -> LinkOffer:

@@ -11,30 +11,43 @@ import msgspec
 from farfill.core.errors import ConfigError
 from farfill.verify.link import REPORT_VERSION, LinkReport
 
+# Shorter steps count what fills buffers, and see too little of how a rate swings.
+MIN_SECONDS = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """A figure may differ from its baseline by `share` of it or by `least`, whichever is more."""
+    """A figure may differ from its baseline by `share` of it or by `least`, whichever is more.
+
+    `spread`: or by how much it swings within either measurement, if that is known.
+    """
 
     title: str
     unit: str
     value: Callable[[LinkReport], float]
     share: float
     least: float
+    spread: Callable[[LinkReport], float | None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One figure then and now."""
+    """One figure then and now. `spread`: how much it swung within the measurement where it did so more; 0: unknown."""
 
     tolerance: Tolerance
     before: float
     now: float
+    spread: float = 0.0
 
     @property
     def allowed(self) -> float:
         """Largest difference that is no change."""
-        return max(self.tolerance.share * self.before, self.tolerance.least)
+        return max(self.tolerance.share * self.before, self.tolerance.least, self.spread)
+
+    @property
+    def is_swinging(self) -> bool:
+        """Whether the spread makes the tolerance."""
+        return self.spread > 0 and self.spread == self.allowed
 
     @property
     def is_change(self) -> bool:
@@ -42,10 +55,15 @@ class Change:
         return abs(self.now - self.before) > self.allowed
 
 
+def _goodput_spread(report: LinkReport) -> float | None:
+    spread = report.best.spread_bits_per_s
+    return None if spread is None else spread / 1e6
+
+
 # Even on a clean line BBR sends several percent again, now more, now less. Codecs are not of the link, and the best
 # number of connections follows from the rest.
 TOLERANCES = (
-    Tolerance("goodput", "Mbit/s", lambda report: report.best.bits_per_s / 1e6, 0.15, 1.0),
+    Tolerance("goodput", "Mbit/s", lambda report: report.best.bits_per_s / 1e6, 0.15, 1.0, _goodput_spread),
     Tolerance("round trip", "ms", lambda report: report.rtt_ms, 0.20, 3.0),
     Tolerance("jitter", "ms", lambda report: report.jitter_ms, 1.0, 3.0),
     Tolerance("segments resent", "%", lambda report: report.best.resent_share * 100, 1.0, 5.0),
@@ -56,7 +74,37 @@ def compare(before: LinkReport, now: LinkReport) -> list[Change]:
     """Every figure. Raises ConfigError for reports that are not of the same two workers."""
     if (before.source, before.target) != (now.source, now.target):
         raise ConfigError(f"the baseline is of {before.source} to {before.target}, not {now.source} to {now.target}")
-    return [Change(tolerance, tolerance.value(before), tolerance.value(now)) for tolerance in TOLERANCES]
+    return [
+        Change(
+            tolerance,
+            tolerance.value(before),
+            tolerance.value(now),
+            max(tolerance.spread(before) or 0.0, tolerance.spread(now) or 0.0),
+        )
+        for tolerance in TOLERANCES
+    ]
+
+
+def too_short(before: LinkReport, now: LinkReport) -> str:
+    """Which measurement is too short for a verdict on goodput, in words; empty: neither."""
+    short = [
+        f"{which} ({report.seconds:g} s)"
+        for which, report in (("the baseline", before), ("this measurement", now))
+        if report.seconds is not None and report.seconds < MIN_SECONDS
+    ]
+    return " and ".join(short)
+
+
+def check_writable(path: Path) -> None:
+    """Whether a file can be written there, before the work that fills it. Raises ConfigError; changes nothing."""
+    try:
+        target = path.resolve()  # not the link to it is to be removed again
+        existed = target.exists()
+        target.open("ab").close()
+        if not existed:
+            target.unlink()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def write_baseline(path: Path, report: LinkReport) -> None:

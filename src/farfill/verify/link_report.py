@@ -12,9 +12,11 @@ from rich.text import Text
 
 from farfill.core.errors import ConfigError
 from farfill.verify.link import LinkReport
-from farfill.verify.link_baseline import Change
+from farfill.verify.link_baseline import MIN_SECONDS, Change, check_writable
+from farfill.verify.link_spread import WINDOW_S
 
 _SMOOTHED = 5
+_NEEDS_MATPLOTLIB = "--plot needs matplotlib: pip install 'farfill[plot]'"
 
 
 def print_report(console: Console, report: LinkReport) -> None:
@@ -30,8 +32,8 @@ def print_report(console: Console, report: LinkReport) -> None:
     console.print(Text(summary, style="bold"))
 
 
-def print_changes(console: Console, changes: Sequence[Change]) -> None:
-    """The link against its baseline, and the verdict."""
+def print_changes(console: Console, changes: Sequence[Change], too_short: str = "") -> None:
+    """The link against its baseline, and the verdict. `too_short`: see `link_baseline`."""
     table = _table("Against the baseline", "figure", "baseline", "now", "tolerance", "")
     for change in changes:
         unit = change.tolerance.unit
@@ -43,6 +45,19 @@ def print_changes(console: Console, changes: Sequence[Change]) -> None:
             Text("changed", style="bold red") if change.is_change else Text("same", style="green"),
         )
     console.print(table)
+    for change in changes:
+        if change.is_swinging:
+            console.print(
+                f"The tolerance of {change.tolerance.title} is how much it swung within a measurement:"
+                f" {change.spread:.2f} {change.tolerance.unit} (interquartile range of {WINDOW_S:g} s windows)."
+            )
+    if too_short:
+        console.print(
+            Text(
+                f"Too short for a sound verdict: {too_short}; measure with --seconds {MIN_SECONDS:g} or more.",
+                style="yellow",
+            )
+        )
     changed = [change.tolerance.title for change in changes if change.is_change]
     if changed:
         console.print(Text(f"The link changed: {', '.join(changed)}.", style="bold red"))
@@ -50,12 +65,25 @@ def print_changes(console: Console, changes: Sequence[Change]) -> None:
         console.print(Text("The link is as it was.", style="green"))
 
 
+def check_drawable(path: Path) -> None:
+    """Whether `draw` can draw there. Raises ConfigError."""
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError as error:
+        raise ConfigError(_NEEDS_MATPLOTLIB) from error
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    kind = path.suffix.removeprefix(".").lower()
+    if kind and kind not in kinds:
+        raise ConfigError(f"{path}: cannot be drawn: no image of a known kind; one of {', '.join(sorted(kinds))}")
+    check_writable(path if kind else path.with_name(path.name + ".png"))
+
+
 def draw(report: LinkReport, path: Path) -> None:
     """Goodput over time and by number of connections, as an image. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'farfill[plot]'") from error
+        raise ConfigError(_NEEDS_MATPLOTLIB) from error
     figure = Figure(figsize=(10, 4), layout="constrained")
     over_time, by_number = figure.subplots(1, 2, width_ratios=(2, 1), sharey=True)
     times = [time_s for time_s, _ in report.samples]

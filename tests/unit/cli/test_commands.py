@@ -128,3 +128,12 @@ def test_example_suits_the_cpu_it_names():
 def test_pki_init_says_how_long_in_words_that_fit(monkeypatch, capsys, cluster_file: Path, days: str, told: str):
     assert call(monkeypatch, "pki", "init", "--config", str(cluster_file), "--days", days) == 0
     assert told in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("option", "file"), [("--baseline", "link.json"), ("--plot", "link.png")])
+def test_link_measure_refuses_a_path_it_cannot_write_before_it_measures(
+    monkeypatch, capsys, cluster_file: Path, tmp_path: Path, option: str, file: str
+):
+    path = tmp_path / "missing" / file
+    assert call(monkeypatch, "link", "measure", "--config", str(cluster_file), option, str(path)) == 2
+    assert f"{path}: cannot be written: No such file or directory" in capsys.readouterr().err

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from farfill.core.errors import ConfigError
 from farfill.verify.link import REPORT_VERSION, LinkReport, LinkStep
-from farfill.verify.link_baseline import compare, read_baseline, write_baseline
+from farfill.verify.link_baseline import check_writable, compare, read_baseline, too_short, write_baseline
+from farfill.verify.link_report import check_drawable, print_changes
 
 
-def report(mbits: float = 900.0, resent: float = 0.001, **values: Any) -> LinkReport:
+def report(mbits: float = 900.0, resent: float = 0.001, spread: float | None = None, **values: Any) -> LinkReport:
     steps = [
         LinkStep(connections=1, bits_per_s=mbits * 5e5, resent_share=0.5, rtt_ms=31.0),
-        LinkStep(connections=4, bits_per_s=mbits * 1e6, resent_share=resent, rtt_ms=None),
+        LinkStep(
+            connections=4,
+            bits_per_s=mbits * 1e6,
+            resent_share=resent,
+            rtt_ms=None,
+            spread_bits_per_s=None if spread is None else spread * 1e6,
+        ),
     ]
     known: dict[str, Any] = {
         "version": REPORT_VERSION,
@@ -59,6 +68,56 @@ def test_a_baseline_is_read_as_it_was_written(tmp_path: Path):
 )
 def test_only_what_leaves_its_tolerance_is_a_change(now: LinkReport, figures: list[str]):
     assert changed(report(), now) == figures
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "figures"),
+    [
+        (report(spread=300), report(mbits=650), []),
+        (report(), report(mbits=650, spread=300), []),
+        (report(spread=300), report(mbits=590, spread=10), ["goodput"]),
+        (report(spread=10), report(mbits=900 * 0.86, spread=10), []),
+        (report(spread=10), report(mbits=900 * 0.84, spread=10), ["goodput"]),
+    ],
+)
+def test_goodput_may_differ_by_what_it_swings_in_either_measurement(
+    before: LinkReport, now: LinkReport, figures: list[str]
+):
+    assert changed(before, now) == figures
+
+
+def printed(before: LinkReport, now: LinkReport) -> str:
+    out = io.StringIO()
+    print_changes(Console(file=out, width=200), compare(before, now), too_short(before, now))
+    return out.getvalue()
+
+
+def test_verdict_says_that_the_rate_swings_and_that_a_measurement_was_short():
+    steady = printed(report(seconds=3.0, spread=20), report(seconds=2.0))
+    assert "tolerance of goodput" not in steady
+    assert "Too short" not in steady
+    swinging = printed(report(seconds=1.0), report(seconds=0.5, spread=300))
+    assert "The tolerance of goodput is how much it swung within a measurement: 300.00 Mbit/s" in swinging
+    assert "Too short for a sound verdict: the baseline (1 s) and this measurement (0.5 s)" in swinging
+    assert "Too short" not in printed(report(), report()), "older files do not say"
+
+
+def test_where_a_file_cannot_be_written_is_known_before_and_nothing_is_changed(tmp_path: Path):
+    kept, folder = tmp_path / "kept.json", tmp_path / "folder"
+    kept.write_bytes(b"kept")
+    folder.mkdir()
+    check_writable(kept)
+    check_writable(tmp_path / "new.json")
+    check_drawable(tmp_path / "new.png")
+    assert kept.read_bytes() == b"kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["folder", "kept.json"]
+    for bad in (folder, tmp_path / "none" / "link.json"):
+        with pytest.raises(ConfigError, match=r"cannot be written: \w+"):
+            check_writable(bad)
+    with pytest.raises(ConfigError, match=r"none/link\.png: cannot be written"):
+        check_drawable(tmp_path / "none" / "link.png")
+    with pytest.raises(ConfigError, match=r"one of .*png"):
+        check_drawable(tmp_path / "link.doc")
 
 
 def test_baselines_of_other_workers_are_not_compared():
