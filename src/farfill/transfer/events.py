@@ -131,7 +131,9 @@ class ConnectionLost:
 
 @dataclass(frozen=True, slots=True)
 class PeerCompleted:
-    """COMPLETE arrived."""
+    """COMPLETE arrived; `answers_open`: instead of ACCEPT, for nothing need come."""
+
+    answers_open: bool = False
 
 
 SenderEvent = (

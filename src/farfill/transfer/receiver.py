@@ -41,6 +41,7 @@ from farfill.transport.protocol import Transport
 from farfill.transport.tcp import TlsTcpTransport
 from farfill.wire.control import PROTOCOL_VERSION
 from farfill.wire.frames import (
+    ANSWERS_OPEN,
     EarlyGrant,
     FrameHeader,
     FrameType,
@@ -404,7 +405,7 @@ class KVReceiver:
         """OPEN for what is over. The sender may not know yet; a ticket that did its work is a replay."""
         same = record.peer == session.peer_name and record.generation in (None, session.peer_generation)
         if same and (record.generation is None or record.outcome.reason is not FallbackReason.NONE):
-            _tell_outcome(session, key, record.outcome)
+            _tell_outcome(session, key, record.outcome, attempt=ANSWERS_OPEN)
         else:
             self._refuse(session, key, TicketError("this ticket was used", reason="ticket_replayed"))
 
@@ -450,9 +451,9 @@ class KVReceiver:
             self._refuse(parked.session, key, TransferError("nobody expects it", reason="not_expected"))
 
 
-def _tell_outcome(session: AcceptorSession, key: bytes, outcome: Ended) -> None:
+def _tell_outcome(session: AcceptorSession, key: bytes, outcome: Ended, *, attempt: int = 0) -> None:
     if outcome.reason is FallbackReason.NONE:
-        session.send(FrameHeader(FrameType.COMPLETE, key))
+        session.send(FrameHeader(FrameType.COMPLETE, key, attempt=attempt))
     else:
         reason = ReasonPayload(str(outcome.reason), outcome.detail[:2048])
         session.send(FrameHeader(FrameType.FAIL, key), reason)

@@ -68,6 +68,7 @@ class SenderMachine:
         self._limits = limits
         self._grid: ChunkGrid | None = None
         self._accepted = False
+        self._completed = False
         self._early_bytes = 0
         self._offered: set[int] = set()
         self._held_pieces: set[int] = set()
@@ -167,8 +168,11 @@ class SenderMachine:
                 return []
             case Tick():
                 return self._tick(now_s)
-            case PeerCompleted():
-                return self._end(FallbackReason.NONE, "", tell=False)
+            case PeerCompleted(answers_open):
+                # Copies travel on several connections. One that comes before ACCEPT has overtaken it, or is of an
+                # earlier use of the ticket, which the receiver refuses.
+                self._completed = True
+                return self._end(FallbackReason.NONE, "", tell=False) if self._accepted or answers_open else []
             case PeerFailed(reason, detail):
                 return self._end(reason, detail, tell=False)
             case Failed(reason, detail):
@@ -305,6 +309,8 @@ class SenderMachine:
         except ProtocolError as error:
             return self._end(FallbackReason.PROTOCOL, str(error), tell=True)
         grid, self._accepted = self._grid, True
+        if self._completed:
+            return [*effects, *self._end(FallbackReason.NONE, "", tell=False)]
         self._acked |= held_chunks
         for piece in self._manifest.pieces:
             if all(chunk in held_chunks for chunk in grid.of_piece(piece.index)):

@@ -20,6 +20,7 @@ from farfill.transport.protocol import ChunkSink, OutgoingFrame, PathSample
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
+    ANSWERS_OPEN,
     AcceptPayload,
     EarlyGrant,
     FrameHeader,
@@ -189,7 +190,7 @@ class SenderSession(PeerSession):
                 transfer.accepted(decode_payload(AcceptPayload, payload), self.peer_generation)
             case FrameType.COMPLETE:
                 assert transfer is not None
-                transfer.handle(PeerCompleted())
+                transfer.handle(PeerCompleted(header.attempt == ANSWERS_OPEN))
             case FrameType.FAIL:
                 assert transfer is not None
                 reason = decode_payload(ReasonPayload, payload)

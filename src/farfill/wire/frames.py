@@ -27,6 +27,7 @@ MIN_CHUNK_BYTES = 64 * 1024
 NO_TRANSFER = bytes(16)
 NO_CHECKSUM = bytes(16)
 FLAG_CHECKSUM = 0x01
+ANSWERS_OPEN = 1
 FLAG_EARLY = 0x02  # sent before the sender saw ACCEPT, within what the receiver granted
 MAX_CODEC = 4
 
@@ -48,7 +49,7 @@ class FrameType(IntEnum):
     NACK = 8  # this chunk must be sent again
     KEEPALIVE = 9  # sender: prefill is alive though no bytes flow
     FINISH = 10  # sender: every piece was offered and sent
-    COMPLETE = 11  # receiver: the whole set is verified
+    COMPLETE = 11  # receiver: the whole set is verified; `attempt` ANSWERS_OPEN: said instead of ACCEPT
     FAIL = 12  # either side: this transfer is over, with the reason
     PING = 13
     PONG = 14

@@ -33,6 +33,7 @@ from farfill.transfer.events import (
     Nacked,
     Offered,
     Opened,
+    PeerCompleted,
     PeerFailed,
     Pull,
     Resent,
@@ -296,6 +297,30 @@ class TestSender:
         ]
         for event in (Pull(0), Tick(), Failed(FallbackReason.PROTOCOL, "y"), ConnectionLost(0)):
             assert machine.handle(event, 99.0) == []
+
+    def test_complete_counts_once_the_receiver_has_accepted(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin()
+        assert machine.handle(PeerCompleted(), 0.0) == []
+        assert machine.ended is None
+        machine.handle(Accepted(CHUNK, NONE_HELD), 0.1)
+        assert machine.ended is not None
+        assert machine.ended.reason is FallbackReason.NONE
+
+    def test_complete_may_come_instead_of_accept(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin()
+        machine.handle(PeerCompleted(answers_open=True), 0.0)
+        assert machine.ended is not None
+        assert machine.ended.reason is FallbackReason.NONE
+
+    def test_complete_of_an_earlier_use_does_not_hide_the_refusal(self) -> None:
+        machine = SenderMachine(MANIFEST, LIMITS, 0.0)
+        machine.begin()
+        machine.handle(PeerCompleted(), 0.0)
+        machine.handle(PeerFailed(FallbackReason.TICKET_INVALID, "ticket_replayed"), 0.1)
+        assert machine.ended is not None
+        assert machine.ended.reason is FallbackReason.TICKET_INVALID
 
     def test_bad_accept_ends_it(self) -> None:
         for accepted in (Accepted(CHUNK + 1, NONE_HELD), Accepted(CHUNK, b"\0\0"), Accepted(CHUNK, b"\xff")):
