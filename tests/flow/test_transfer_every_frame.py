@@ -67,7 +67,7 @@ async def move(ends: Ends) -> tuple[ReceiveResult, object]:
     outgoing.offer(pieces)
     outgoing.finish()
     both = asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
-    result, sent = await asyncio.wait_for(both, 60)
+    result, sent = await asyncio.wait_for(both, 20)
     assert isinstance(result, ReceiveResult)
     if result.complete:
         assert [bytes(data) for _, data in pieces] == [bytes(memory) for memory in slot.memory]

@@ -55,13 +55,12 @@ async def test_link_cut_in_the_middle_continues_from_what_arrived(relayed_cluste
 
 async def test_link_that_swallows_everything_is_given_up(relayed_cluster: Cluster, relay: Relay) -> None:
     async with relayed_cluster.tools() as (client, scraping):
-        before = await _fallbacks(scraping, None)
+        before = await _fallbacks(scraping, "transfer_timeout")
         received = await _remote_with_fault(client, relay, relay.blackhole, "blackhole")
-        assert received.placement == "local"
-        assert received.fallback == "transfer_timeout"
+        assert (received.placement, received.fallback) == ("local", "transfer_timeout")
         _check_continued_from_a_prefix(received)
         await _check_same_tokens_as_local(client, received, "blackhole")
-        assert await _fallbacks(scraping, None) == (before[0] + 1, before[1] + 1)
+        assert await _fallbacks(scraping, "transfer_timeout") == (before[0] + 1, before[1] + 1)
         relay.heal()
         await scraping.wait_idle(deadline_s=DEADLINE_S)
 

@@ -10,8 +10,8 @@ class Ticket:
     """What the gateway signs. Times are Unix seconds (wall clock); receivers allow for clock error.
 
     `prefill` and `decode` are instance names as in their certificates; `num_tokens` is how many prompt
-    tokens' KV the transfer carries (the prompt length minus one). `continues`: another sender brought part of it, so
-    nothing leaves before the receiver has told what it holds.
+    tokens' KV the transfer carries (the prompt length minus one). `continues`: the receiver has part of it,
+    brought by another sender or thought to be in its prefix cache, so nothing leaves before it has told what it holds.
     """
 
     transfer_id: str
