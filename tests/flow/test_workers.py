@@ -20,9 +20,9 @@ LENGTH = 5 * CHUNK + 7
 PREFIX_BYTES = 1 << 20
 
 
-async def remote(two: TwoWorkers, prompt: list[int], **options):
-    """Both legs at the same moment, as a gateway starts them."""
-    ticket = two.ticket(prompt)
+async def remote(two: TwoWorkers, prompt: list[int], *, continues: bool = False, **options):
+    """Both legs at the same moment, as a gateway starts them; `continues`: decode is expected to hold some already."""
+    ticket = two.ticket(prompt, continues=continues)
     return await asyncio.gather(two.prefill(prompt, ticket), two.decode(prompt, ticket, **options))
 
 
@@ -389,7 +389,7 @@ async def test_lossy_kv_is_marked_and_reused_only_where_it_is_marked_again(tmp_p
         assert two.metric(DECODE, "farfill_lossy_requests_total", form="int8") == 1
         local = await two.decode(prompt)
         assert (local.start.lossy, local.start.cached_tokens) == ("", 0)
-        report, again = await remote(two, [*prompt, *two.prompt(CHUNK, seed=2)])
+        report, again = await remote(two, [*prompt, *two.prompt(CHUNK, seed=2)], continues=True)
         assert again.start.lossy == "int8"
         row_bytes, _ = two.row_bytes
         assert report.raw_bytes < LENGTH * row_bytes, "what came before did not travel again"

@@ -183,8 +183,10 @@ def _choices(field: FieldInfo) -> str:
             words += [str(value) for value in typing.get_args(kind)]
         elif typing.get_origin(kind) is typing.Annotated:
             inner, *extra = typing.get_args(kind)
+            if not isinstance(inner, type):
+                return ""
             ranges = [_range_text(info) for info in extra if isinstance(info, FieldInfo)]
-            name: str = inner.__name__
+            name = inner.__name__
             words.append(", ".join([_EXPECTED.get(f"{name}_type", name), *[text for text in ranges if text]]))
         else:
             return ""
