@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from farfill.config.access import AccessConfig, AdminConfig
 from farfill.config.admission import AdmissionConfig
 from farfill.config.routing import RoutingConfig
 from farfill.config.section import Address, Name, SecretRef, Section
@@ -205,6 +206,11 @@ class GatewayConfig(Section):
         default=None, description="Certificate chain of the public API (PEM); unset: plain HTTP."
     )
     tls_key: SecretRef | None = Field(default=None, description="Key of tls_cert.")
+    internals: Literal["auto", "open", "closed"] = Field(
+        default="auto",
+        description="Whether /metrics and /v1/farfill/ answer at the public address; auto: only while there is neither"
+        " access nor admin. The admin API always has them.",
+    )
     media_allowed_hosts: list[Annotated[str, Field(pattern=r"^[A-Za-z0-9.-]+(:\d{1,5})?$")]] = Field(
         default_factory=list[str],
         examples=["[images.example.com, 'static.example.com:8443']"],
@@ -330,6 +336,8 @@ class ClusterConfig(Section):
     )
     routing: RoutingConfig = RoutingConfig()
     admission: AdmissionConfig = AdmissionConfig()
+    access: AccessConfig | None = None
+    admin: AdminConfig | None = None
     kv_transfer: KVTransferConfig = KVTransferConfig()
     prefill: PrefillConfig = PrefillConfig()
     tls: TlsConfig

@@ -6,9 +6,11 @@ from collections.abc import AsyncIterator
 
 from aiohttp import web
 
+from farfill.config.model import ClusterConfig
 from farfill.gateway.errors import openai_errors
 from farfill.gateway.handlers.generate import GenerateHandler
 from farfill.gateway.handlers.info import InfoHandler
+from farfill.gateway.handlers.internals import InternalsHandler
 from farfill.gateway.handlers.request_id import tell_request_id, with_request_id
 from farfill.gateway.server import GatewayRunner
 from farfill.gateway.service import GatewayDeps, GatewayService, build_service
@@ -31,6 +33,7 @@ def build_app(deps: GatewayDeps) -> web.Application:
             web.post("/v1/chat/completions", generate.chat),
             web.post("/v1/completions", generate.completions),
             *InfoHandler(service).routes(),
+            *(InternalsHandler(service).routes() if internals_open(deps.config) else ()),
         ]
     )
     app.on_response_prepare.append(tell_request_id)
@@ -41,6 +44,13 @@ def build_app(deps: GatewayDeps) -> web.Application:
 def build_runner(deps: GatewayDeps, *, shutdown_timeout_s: float = 5.0) -> GatewayRunner:
     """A runner with what the gateway relies on. Requests in progress get `shutdown_timeout_s` to end."""
     return GatewayRunner(build_app(deps), shutdown_timeout_s=shutdown_timeout_s)
+
+
+def internals_open(config: ClusterConfig) -> bool:
+    """Whether the public address shows what is inside."""
+    if config.gateway.internals == "auto":
+        return config.access is None and config.admin is None
+    return config.gateway.internals == "open"
 
 
 async def _lifetime(app: web.Application) -> AsyncIterator[None]:
