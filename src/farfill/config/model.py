@@ -237,6 +237,15 @@ class EtcdConfig(Section):
         examples=["['https://10.0.0.5:2379']"],
         description="Addresses of its members (https://host:port); the next one is tried when one cannot be reached.",
     )
+    record_file: Path | None = Field(
+        default=None,
+        examples=["log/recording.jsonl"],
+        description="File for a line a prompt: lengths, keyed hashes, times, where it went; no text. For farfill plan"
+        " capacity and farfill simulate --replay. Relative to this file; {pid} as in decision_log.",
+    )
+    record_max_mb: int = Field(
+        default=256, ge=1, description="Size of record_file at which it begins anew; the former one stays as NAME.1."
+    )
     prefix: str = Field(
         default="/farfill/",
         pattern=r"^/[ -~]*/$",

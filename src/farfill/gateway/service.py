@@ -34,6 +34,7 @@ from farfill.gateway.reload import Reloader
 from farfill.gateway.rollout import RolloutState
 from farfill.gateway.shared import SharedParts, SharedState
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
+from farfill.gateway.recording import Recording
 from farfill.gateway.workers import WorkerClient
 from farfill.registry.store import Store
 
@@ -90,12 +91,14 @@ class GatewayService:
     client: WorkerClient
 
     async def start(self) -> None:
-        """Open what needs the running loop. Raises ConfigError when the decision log cannot be written."""
-        if self.decision_log is not None:
+        """Open what needs the running loop. Raises ConfigError when a log cannot be written."""
+        for key, log in (("decision_log", self.decision_log), ("record_file", self.recording)):
+    recording: Recording | None
             try:
-                self.decision_log.start()
+                if log is not None:
+                    log.start()
             except OSError as error:
-                raise ConfigError(f"gateway.decision_log: cannot be written: {error}") from error
+                raise ConfigError(f"gateway.{key}: cannot be written: {error}") from error
         await self.client.start()
         if self.shared is not None:
             await self.shared.start()
@@ -108,8 +111,9 @@ class GatewayService:
         await self.client.close()
         self.pool.close()
         self.renderer.loader.close()
-        if self.decision_log is not None:
-            await asyncio.to_thread(self.decision_log.close)
+        for log in (self.decision_log, self.recording):
+            if log is not None:
+                await asyncio.to_thread(log.close)
 
 
 def build_service(deps: GatewayDeps) -> GatewayService:
@@ -177,7 +181,8 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         rollout=parts.rollout,
         fallback=parts.fallback,
         decision_log=decision_log,
-        shared=_shared(deps, parts, decision_log),
+        recording=_recording(deps),
+        shared=_shared(deps, parts, decision_log, name),
         dispatcher=dispatcher,
         records=RequestRecords(),
         background=BackgroundWork(),
@@ -223,5 +228,17 @@ def _decision_log(deps: GatewayDeps) -> DecisionLog | None:
     gateway = deps.config.gateway
     if gateway.decision_log is None:
         return None
-    path = deps.base_dir / str(gateway.decision_log).replace("{pid}", str(os.getpid()))
+    path = _own_file(deps, gateway.decision_log)
     return DecisionLog(path, gateway.decision_log_max_mb << 20, deps.policies.decisions_dropped)
+
+
+def _recording(deps: GatewayDeps) -> Recording | None:
+    gateway = deps.config.gateway
+    if gateway.record_file is None:
+        return None
+    path = _own_file(deps, gateway.record_file)
+    return Recording(path, gateway.record_max_mb << 20, deps.policies.recordings_dropped, lambda: deps.config)
+
+
+def _own_file(deps: GatewayDeps, name: Path) -> Path:
+    return deps.base_dir / str(name).replace("{pid}", str(os.getpid()))

@@ -1,7 +1,8 @@
 """Reads request traces in Mooncake's JSONL form, and what a perfect prefix cache would find of each prompt.
 
 One request a line: {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}; each id stands for 512
-tokens together with all before them. `hash_ids` may be left out: then nothing is cached.
+tokens together with all before them. `hash_ids` may be left out: then nothing is cached. Recordings of a gateway
+(`wire.recording`) are such traces, with `block_tokens` tokens an id.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
 from farfill.core.errors import ConfigError
+from farfill.wire.recording import RECORDING_VERSION, RecordedRequest
 
 BLOCK_TOKENS = 512
 _MAX_PROBLEMS = 20
@@ -33,6 +36,10 @@ class TraceLine(msgspec.Struct, kw_only=True):
     input_length: int
     output_length: int
     hash_ids: list[int] = []
+    block_tokens: int = BLOCK_TOKENS
+
+
+Line = TypeVar("Line", TraceLine, RecordedRequest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +60,33 @@ def read_trace(path: Path, *, cache_blocks: int | None = None) -> list[TraceRequ
 
 def read_trace_lines(path: Path) -> list[TraceLine]:
     """The lines themselves in order of arrival. Raises TraceError naming every bad line."""
+    found = _read(path, TraceLine)
+    if len({line.block_tokens for line in found}) > 1:
+        raise TraceError(f"{path}: lines differ in block_tokens, so ids do not compare; keep those of one value")
+    return found
+
+
+def is_recording(path: Path) -> bool:
+    """Whether the first line is one of a gateway's recording. False when it cannot be read."""
+    try:
+        with path.open("rb") as lines:
+            return b'"block_tokens"' in next((line for line in lines if line.strip()), b"")
+    except OSError:
+        return False
+
+
+def read_recording(path: Path) -> list[RecordedRequest]:
+    """A gateway's recording in order of arrival. Raises TraceError naming every bad line."""
+    return _read(path, RecordedRequest)
+
+
+def _read(path: Path, kind: type[Line]) -> list[Line]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
         raise TraceError(f"{path}: cannot be read: {error.strerror}") from error
-    decoder = msgspec.json.Decoder(TraceLine)
-    found: list[TraceLine] = []
+    decoder = msgspec.json.Decoder(kind)
+    found: list[Line] = []
     problems: list[str] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -78,13 +106,17 @@ def read_trace_lines(path: Path) -> list[TraceLine]:
     return found
 
 
-def _checked(line: TraceLine) -> TraceLine:
+def _checked(line: Line) -> Line:
     if line.input_length < 1:
         raise ValueError(f"input_length is at least 1, not {line.input_length}")
     if line.output_length < 0:
         raise ValueError(f"output_length is at least 0, not {line.output_length}")
     if line.timestamp < 0:
         raise ValueError(f"timestamp is at least 0, not {line.timestamp:g}")
+    if line.block_tokens < 1:
+        raise ValueError(f"block_tokens is at least 1, not {line.block_tokens}")
+    if isinstance(line, RecordedRequest) and line.v != RECORDING_VERSION:
+        raise ValueError(f"a recording of version {line.v}, this program reads {RECORDING_VERSION}")
     return line
 
 
@@ -103,7 +135,7 @@ def _with_cache(lines: Sequence[TraceLine], cache_blocks: int | None) -> list[Tr
         while cache_blocks is not None and len(cached) > cache_blocks:
             cached.popitem(last=False)
         # Decode computes the last prompt token itself, whatever is cached.
-        hit_tokens = min(hit * BLOCK_TOKENS, line.input_length - 1)
+        hit_tokens = min(hit * line.block_tokens, line.input_length - 1)
         requests.append(
             TraceRequest(line.timestamp / 1000, line.input_length, line.output_length, line.input_length - hit_tokens)
         )

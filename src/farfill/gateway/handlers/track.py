@@ -15,7 +15,6 @@ from farfill.gateway.errors import http_status
 from farfill.gateway.observe import OutcomeName, RequestSummary
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.place import Placed
-from farfill.gateway.pipeline.prefill_leg import PrefillLeg
 from farfill.gateway.records import LegError, RequestRecord
 from farfill.gateway.service import GatewayService
 
@@ -105,7 +104,7 @@ class RequestTracker:
             record.error = LegError(reason=error.reason, message=str(error)) if error is not None else None
             if generation is not None:
                 self._fill(record, generation)
-            self._publish(record, generation.leg if generation is not None else None)
+            self._publish(record, generation)
         for record in self._records:
             if record.placed and not cancelled:
                 self._service.rollout.finished(
@@ -143,9 +142,10 @@ class RequestTracker:
         record.tpot_s = timing.tpot_s
         record.finish_reasons = list(generation.finish_reasons)
 
-    def _publish(self, record: RequestRecord, leg: PrefillLeg | None) -> None:
+    def _publish(self, record: RequestRecord, generation: Generation | None) -> None:
+        leg, job = (None, None) if generation is None else (generation.leg, generation.job)
         if leg is None:
-            self._service.records.publish(record)
+            self._keep(record, job)
             return
 
         async def when_leg_ended() -> None:
@@ -157,11 +157,16 @@ class RequestTracker:
             if leg.report is not None and record.placement == "remote":
                 cached = max(record.cached_tokens, leg.report.cached_tokens)
                 record.cached_tokens = min(cached, record.prompt_tokens)
-            self._service.records.publish(record)
+            self._keep(record, job)
 
         self._service.background.spawn(when_leg_ended(), f"record-{record.request_id}")
 
     def _summary(self, error: FarfillError | None, outcome: OutcomeName, duration_s: float) -> RequestSummary:
+    def _keep(self, record: RequestRecord, job: Job | None) -> None:
+        self._service.records.publish(record)
+        if self._service.recording is not None:
+            self._service.recording.ended(record, job)
+
         first = self._records[0] if self._records else None
         placement: Literal["local", "remote", "none"] = "none"
         if first is not None and first.placement:

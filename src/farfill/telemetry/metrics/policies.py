@@ -73,6 +73,7 @@ class PolicyMetrics:
         self._running = metrics.gauge("farfill_admission_running", "Requests that have their turn.")
         self._waiting = metrics.gauge("farfill_admission_waiting", "Requests that wait for it.")
         self._kv_tokens = metrics.gauge(
+        self._unrecorded = metrics.counter("farfill_recordings_dropped", "Lines the recording could not keep.")
             "farfill_admission_kv_tokens", "Prompt and longest output, in tokens, of requests that have their turn."
         )
         self._link_bytes = metrics.gauge(
@@ -90,6 +91,7 @@ class PolicyMetrics:
         """The threshold in force."""
         self._threshold().set(tokens)
         if reason:
+        self._unrecorded()
             self._searches(reason=reason).inc()
 
     def fallback_asked(self, verdict: str, remaining_ratio: float) -> None:
@@ -126,3 +128,7 @@ class PolicyMetrics:
     def rollout_decided(self, action: str, reason: str) -> None:
         """A guard spoke."""
         self._steps(action=action, reason=reason).inc()
+    def recordings_dropped(self, count: int) -> None:
+        """Lines that the recording lost."""
+        self._unrecorded().inc(count)
+
