@@ -14,6 +14,7 @@ from farfill.gateway.decisions import DecisionTrail
 from farfill.gateway.errors import http_status
 from farfill.gateway.observe import OutcomeName, RequestSummary
 from farfill.gateway.pipeline.generation import Generation
+from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import Placed
 from farfill.gateway.records import LegError, RequestRecord
 from farfill.gateway.service import GatewayService
