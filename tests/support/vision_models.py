@@ -49,7 +49,13 @@ _SMOL_TOKENS = {
     **{f"tile_{row}_{col}": f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)},
 }
 _GEMMA_TOKENS = {"boi_token": "<start_of_image>", "eoi_token": "<end_of_image>", "image_token": "<image_soft_token>"}
-_LFM_TOKENS = {"image_token": "<image>", "image_start_token": "<|image_start|>", "image_end_token": "<|image_end|>"}
+_LFM_TOKENS = {
+    "image_token": "<image>",
+    "image_start_token": "<|image_start|>",
+    "image_end_token": "<|image_end|>",
+    "image_thumbnail_token": "<|img_thumbnail|>",
+    **{f"tile_{row}_{col}": f"<|img_row_{row}_col_{col}|>" for row in (1, 2) for col in (1, 2)},
+}
 TOKENS = {
     "qwen2_5_vl": _QWEN_TOKENS,
     "qwen3_5": _QWEN_TOKENS,
@@ -82,6 +88,15 @@ _PREPROCESSORS: dict[str, dict[str, Any]] = {
         "max_image_size": {"longest_edge": 64},
     },
     "gemma3": {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 64, "width": 64}},
+    "lfm2_vl": {
+        "image_processor_type": "Lfm2VlImageProcessor",
+        "encoder_patch_size": 8,
+        "tile_size": 32,
+        "max_tiles": 4,
+        "min_image_tokens": 4,
+        "max_image_tokens": 16,
+        "max_pixels_tolerance": 1.25,
+    },
 }
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -181,10 +196,9 @@ def save_model(name: str, folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(name), extra_special_tokens=TOKENS[name])
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("PLACEHOLDER", PLACEHOLDERS[name]))
-    if name in _PREPROCESSORS:
-        (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSORS[name]))
-        extra = {"smolvlm": {"image_seq_len": 4}, "gemma3": {"image_seq_length": 16}}.get(name, {})
-        (folder / "processor_config.json").write_text(json.dumps(extra))
+    (folder / "preprocessor_config.json").write_text(json.dumps(_PREPROCESSORS[name]))
+    extra = {"smolvlm": {"image_seq_len": 4}, "gemma3": {"image_seq_length": 16}}.get(name, {})
+    (folder / "processor_config.json").write_text(json.dumps(extra))
 
 
 def image_file(seed: int, size: tuple[int, int] = (96, 64), kind: str = "PNG") -> bytes:
@@ -196,42 +210,3 @@ def image_file(seed: int, size: tuple[int, int] = (96, 64), kind: str = "PNG") -
     out = io.BytesIO()
     Image.fromarray(noise).resize(size, Image.Resampling.NEAREST).save(out, kind)
     return out.getvalue()
-
-
-class LfmMedia:
-    """Prompts and pixels for LFM2-VL, whose own processor needs torchvision: every image is 8 x 8 patches of 8 x 8."""
-
-    def __init__(self, vision: Any) -> None:
-        self._vision = vision
-        tokenizer = tokenizer_of("lfm2_vl")
-        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False).ids
-
-    def render(self, text: str, images: list[bytes], *, add_special_tokens: bool) -> Any:
-        """As `TorchMedia.render`."""
-        from farfill.engine.media import MediaItem, RenderedPrompt
-
-        assert not add_special_tokens
-        ids = self._encode(text.replace("<image>", "<|image_start|>" + "<image>" * 16 + "<|image_end|>"))
-        places = [index for index, token in enumerate(ids) if token == self._vision.image_token_id]
-        items = tuple(MediaItem(places[16 * i], places[16 * i] + 16, data) for i, data in enumerate(images))
-        return RenderedPrompt(ids, items, 0)
-
-    def inputs(self, prompt: Any, items: Any, position_offset: int) -> Any:
-        """As `TorchMedia.inputs`."""
-        from farfill.engine.torch.vision import VisionPrompt
-
-        return VisionPrompt(self._vision, self.pixels, prompt, items, position_offset)
-
-    @staticmethod
-    def pixels(image: Any) -> dict[str, Any]:
-        """Inputs of the vision tower for one image."""
-        import numpy as np
-        import torch
-
-        array = np.asarray(image.resize((64, 64)), dtype=np.float32) / 127.5 - 1
-        patches = torch.from_numpy(array).reshape(8, 8, 8, 8, 3).transpose(1, 2).reshape(1, 64, 192)
-        return {
-            "pixel_values": patches,
-            "spatial_shapes": torch.tensor([[8, 8]]),
-            "pixel_attention_mask": torch.ones(1, 64, dtype=torch.long),
-        }

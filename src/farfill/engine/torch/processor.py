@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.image_processing_base import ImageProcessingMixin
 from transformers.models.auto import processing_auto
 from transformers.processing_utils import ProcessorMixin
 
 from farfill.core.errors import InvalidRequestError
 from farfill.engine.media import MediaInputs, MediaItem, RenderedPrompt, open_image
+from farfill.engine.torch.lfm2_images import Lfm2Images
 from farfill.engine.torch.vision import Pixels, VisionPart, VisionPrompt, next_offset
 
 _log = logging.getLogger(__name__)
@@ -117,12 +119,21 @@ def _load_processor(folder: Path, model_type: str) -> Any:
     names: Any = getattr(processing_auto, "PROCESSOR_MAPPING_NAMES")  # noqa: B009 (not part of its typed exports)
     made: type[ProcessorMixin] = getattr(transformers, names[model_type])
     parts: dict[str, Any] = {
-        "image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True),
+        "image_processor": _image_processor(folder, model_type),
         "tokenizer": AutoTokenizer.from_pretrained(folder, local_files_only=True),
     }
-    images_only = type(made.__name__, (made,), {"check_argument_for_proper_class": _any_class})
+    # Its own text for itself wants all parts to be transformers'.
+    changes = {"check_argument_for_proper_class": _any_class, "__repr__": object.__repr__}
+    images_only = type(made.__name__, (made,), changes)
     settings, _ = made.get_processor_dict(folder, local_files_only=True)
     return images_only.from_args_and_dict([parts.get(name) for name in made.get_attributes()], settings)
+
+
+def _image_processor(folder: Path, model_type: str) -> Any:
+    if model_type != "lfm2_vl":
+        return AutoImageProcessor.from_pretrained(folder, backend="pil", local_files_only=True)
+    settings, _ = ImageProcessingMixin.get_image_processor_dict(folder, local_files_only=True)
+    return Lfm2Images.of(settings)
 
 
 def _any_class(*_: Any) -> None:

@@ -16,7 +16,7 @@ from farfill.engine.media import MediaItem, RenderedPrompt, open_image
 from farfill.engine.torch.layout import new_cache
 from farfill.kv.manifest import build_manifest
 from support.decode_side import DecodeSide, greedy, load
-from support.vision_models import PLACEHOLDERS, TOKENS, LfmMedia, image_file, save_model
+from support.vision_models import PLACEHOLDERS, TOKENS, image_file, save_model
 
 CHUNK = 16
 STEPS = 64
@@ -50,8 +50,8 @@ def loaded(folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def media(name: str, loaded: Any) -> Any:
-    return LfmMedia(loaded.vision) if name == "lfm2_vl" else loaded.media
+def media(loaded: Any) -> Any:
+    return loaded.media
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,7 @@ def bytes_of(loaded: Any, kv: Any) -> bytes:
 def whole_inputs(name: str, media: Any, prompt: RenderedPrompt) -> dict[str, Any]:
     """What transformers' own forward wants for a prompt with all its images."""
     ids = torch.tensor([prompt.token_ids])
-    made = [
-        media._pixels(open_image(i.data)) if name != "lfm2_vl" else media.pixels(open_image(i.data))
-        for i in prompt.items
-    ]
+    made = [media._pixels(open_image(item.data)) for item in prompt.items]
     axis = 1 if name == "smolvlm" else 0
     pixels = {key: torch.cat([image[key] for image in made], dim=axis) for key in made[0]}
     kinds = (ids == media._vision.image_token_id).long()
@@ -206,8 +203,6 @@ def test_another_position_offset_than_the_images_have_is_refused(name: str, medi
 
 
 def test_text_with_a_placeholder_of_its_own_is_refused(name: str, loaded: Any) -> None:
-    if loaded.media is None:
-        pytest.skip("this model's processor needs torchvision")
     place = PLACEHOLDERS[name]
     with pytest.raises(InvalidRequestError) as caught:
         loaded.media.render(f"{place} and {place}", [IMAGES[0]], add_special_tokens=False)
