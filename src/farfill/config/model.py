@@ -229,14 +229,6 @@ class GatewayConfig(Section):
     decision_log_max_mb: int = Field(
         default=256, ge=1, description="Size of decision_log at which it begins anew; the former one stays as NAME.1."
     )
-
-
-class EtcdConfig(Section):
-    endpoints: list[Annotated[str, Field(pattern=r"^https?://.+:\d{1,5}$")]] = Field(
-        min_length=1,
-        examples=["['https://10.0.0.5:2379']"],
-        description="Addresses of its members (https://host:port); the next one is tried when one cannot be reached.",
-    )
     record_file: Path | None = Field(
         default=None,
         examples=["log/recording.jsonl"],
@@ -245,6 +237,14 @@ class EtcdConfig(Section):
     )
     record_max_mb: int = Field(
         default=256, ge=1, description="Size of record_file at which it begins anew; the former one stays as NAME.1."
+    )
+
+
+class EtcdConfig(Section):
+    endpoints: list[Annotated[str, Field(pattern=r"^https?://.+:\d{1,5}$")]] = Field(
+        min_length=1,
+        examples=["['https://10.0.0.5:2379']"],
+        description="Addresses of its members (https://host:port); the next one is tried when one cannot be reached.",
     )
     prefix: str = Field(
         default="/farfill/",

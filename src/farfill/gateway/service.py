@@ -29,12 +29,12 @@ from farfill.gateway.pipeline.dispatch import Dispatcher
 from farfill.gateway.pipeline.media import PromptRenderer
 from farfill.gateway.pipeline.place import Membership, Placer, PlacerParts
 from farfill.gateway.prefixes import PrefixView
+from farfill.gateway.recording import Recording
 from farfill.gateway.records import RequestRecords
 from farfill.gateway.reload import Reloader
 from farfill.gateway.rollout import RolloutState
 from farfill.gateway.shared import SharedParts, SharedState
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
-from farfill.gateway.recording import Recording
 from farfill.gateway.workers import WorkerClient
 from farfill.registry.store import Store
 
@@ -84,6 +84,7 @@ class GatewayService:
     rollout: RolloutState
     fallback: FallbackGate
     decision_log: DecisionLog | None
+    recording: Recording | None
     shared: SharedState | None
     reloader: Reloader
     parity: ParitySampler
@@ -93,7 +94,6 @@ class GatewayService:
     async def start(self) -> None:
         """Open what needs the running loop. Raises ConfigError when a log cannot be written."""
         for key, log in (("decision_log", self.decision_log), ("record_file", self.recording)):
-    recording: Recording | None
             try:
                 if log is not None:
                     log.start()
@@ -182,7 +182,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         fallback=parts.fallback,
         decision_log=decision_log,
         recording=_recording(deps),
-        shared=_shared(deps, parts, decision_log, name),
+        shared=_shared(deps, parts, decision_log),
         dispatcher=dispatcher,
         records=RequestRecords(),
         background=BackgroundWork(),

@@ -162,12 +162,12 @@ class RequestTracker:
 
         self._service.background.spawn(when_leg_ended(), f"record-{record.request_id}")
 
-    def _summary(self, error: FarfillError | None, outcome: OutcomeName, duration_s: float) -> RequestSummary:
     def _keep(self, record: RequestRecord, job: Job | None) -> None:
         self._service.records.publish(record)
         if self._service.recording is not None:
             self._service.recording.ended(record, job)
 
+    def _summary(self, error: FarfillError | None, outcome: OutcomeName, duration_s: float) -> RequestSummary:
         first = self._records[0] if self._records else None
         placement: Literal["local", "remote", "none"] = "none"
         if first is not None and first.placement:

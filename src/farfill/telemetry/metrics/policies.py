@@ -47,6 +47,7 @@ class PolicyMetrics:
         )
         self._declare_admission(metrics)
         self._dropped = metrics.counter("farfill_decisions_dropped", "Lines the decision log could not keep.")
+        self._unrecorded = metrics.counter("farfill_recordings_dropped", "Lines the recording could not keep.")
         self._percent = metrics.gauge(
             "farfill_rollout_percent", "Share of requests that may go far, as applied here.", model=(), tenant=()
         )
@@ -64,6 +65,7 @@ class PolicyMetrics:
         self._shown: set[tuple[str, str]] = set()
         self._remaining().set(1)
         self._dropped()
+        self._unrecorded()
 
     def _declare_admission(self, metrics: MetricSet) -> None:
         self._admissions = metrics.counter(
@@ -73,7 +75,6 @@ class PolicyMetrics:
         self._running = metrics.gauge("farfill_admission_running", "Requests that have their turn.")
         self._waiting = metrics.gauge("farfill_admission_waiting", "Requests that wait for it.")
         self._kv_tokens = metrics.gauge(
-        self._unrecorded = metrics.counter("farfill_recordings_dropped", "Lines the recording could not keep.")
             "farfill_admission_kv_tokens", "Prompt and longest output, in tokens, of requests that have their turn."
         )
         self._link_bytes = metrics.gauge(
@@ -91,7 +92,6 @@ class PolicyMetrics:
         """The threshold in force."""
         self._threshold().set(tokens)
         if reason:
-        self._unrecorded()
             self._searches(reason=reason).inc()
 
     def fallback_asked(self, verdict: str, remaining_ratio: float) -> None:
@@ -115,6 +115,10 @@ class PolicyMetrics:
         """Lines that the decision log lost."""
         self._dropped().inc(count)
 
+    def recordings_dropped(self, count: int) -> None:
+        """Lines that the recording lost."""
+        self._unrecorded().inc(count)
+
     def rollout_set(self, shares: Mapping[tuple[str, str], float]) -> None:
         """Percent by (model, tenant); one that is gone counts as 100."""
         self._shown |= set(shares)
@@ -128,7 +132,3 @@ class PolicyMetrics:
     def rollout_decided(self, action: str, reason: str) -> None:
         """A guard spoke."""
         self._steps(action=action, reason=reason).inc()
-    def recordings_dropped(self, count: int) -> None:
-        """Lines that the recording lost."""
-        self._unrecorded().inc(count)
-
