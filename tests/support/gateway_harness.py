@@ -33,6 +33,7 @@ class RecordingObserver(SilentObserver):
         self.finished: list[RequestSummary] = []
         self.legs: list[str] = []
         self.retries: list[str] = []
+        self.deaths: list[tuple[str, bool]] = []
         self.continued: list[tuple[str, str]] = []
         self.media: list[tuple[str, int]] = []
         self.media_refusals: list[str] = []
@@ -54,6 +55,9 @@ class RecordingObserver(SilentObserver):
 
     def media_refused(self, reason: str) -> None:
         self.media_refusals.append(reason)
+
+    def instance_died(self, instance: Instance, *, over: bool) -> None:
+        self.deaths.append((instance.name, over))
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         self.retries.append(reason)

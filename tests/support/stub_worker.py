@@ -16,6 +16,8 @@ from aiohttp import web
 
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.core.ticket import Ticket
+from farfill.engine.blocks import BlockLedger
+from farfill.wire.blocks import BLOCKS_PATH
 from farfill.wire.control import (
     CONTENT_TYPE,
     ContinueCommand,
@@ -36,6 +38,7 @@ from farfill.wire.control import (
     TransferStatus,
 )
 from farfill.wire.events import encode_event
+from farfill.worker.blocks import BlockService
 
 encode = msgspec.msgpack.encode
 REPORT = PrefillReport(
@@ -115,6 +118,10 @@ class StubWorker:
     hold_before_start: asyncio.Event | None = None
     hold_after_first: asyncio.Event | None = None
     hold_prefill: asyncio.Event | None = None
+    dies: bool = False
+    """It dies of the next command: nothing listens there any more, and all its connections are reset."""
+    blocks: BlockLedger | None = None
+    generation: str = "1"
     # what happened
     decodes: list[DecodeCommand] = field(default_factory=list)
     prefills: list[PrefillCommand] = field(default_factory=list)
@@ -124,6 +131,7 @@ class StubWorker:
     withdrawn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     received: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     _runner: web.AppRunner | None = None
+    _site: web.TCPSite | None = None
     _port: int = 0
 
     async def start(self) -> None:
@@ -134,10 +142,12 @@ class StubWorker:
         app.router.add_post("/v1/transfers/{transfer_id}/fail", self._fail_transfer)
         app.router.add_post("/v1/transfers/{transfer_id}/continue", self._continue_transfer)
         app.router.add_get("/v1/transfers/{transfer_id}", self._transfer_status)
+        app.router.add_get(BLOCKS_PATH, self._blocks)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port, ssl_context=self.tls)
         await site.start()
+        self._site = site
         self._port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
@@ -163,10 +173,15 @@ class StubWorker:
             transfer_address="" if self.role is Role.PREFILL else "127.0.0.1:9",
             model="tiny",
             fingerprint=self.fingerprint,
-            generation="1",
+            generation=self.generation,
             state=self.state,
             max_context_tokens=self.max_context_tokens,
         )
+
+    async def _blocks(self, request: web.Request) -> web.StreamResponse:
+        if self.blocks is None:
+            raise web.HTTPNotFound
+        return await BlockService(self.blocks, self.generation).handle(request)
 
     async def _render(self, request: web.Request) -> web.StreamResponse:
         """One token a byte, and 8 an image in place of its `<image>`."""
@@ -200,6 +215,8 @@ class StubWorker:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if self.dies:
+            return await self._die(request)
         if self.refuse is not None:
             return _error(*self.refuse)
         if command.ticket and self.refuse_tickets:
@@ -276,6 +293,8 @@ class StubWorker:
                 assert request.transport is not None
                 request.transport.abort()
                 return web.Response()
+            if self.dies:
+                return await self._die(request)
             if self.refuse is not None:
                 return _error(*self.refuse)
             if self.hold_prefill is not None:
@@ -285,6 +304,13 @@ class StubWorker:
         except asyncio.CancelledError:
             self.withdrawn.release()
             raise
+
+    async def _die(self, request: web.Request) -> web.Response:
+        assert self._site is not None
+        assert request.transport is not None
+        await self._site.stop()
+        request.transport.abort()
+        return web.Response()
 
     async def _fail_transfer(self, request: web.Request) -> web.Response:
         command = msgspec.msgpack.decode(await request.read(), type=FailTransferCommand)

@@ -38,6 +38,7 @@ from farfill.wire.control import (
 )
 from farfill.wire.events import EventReader
 from farfill.worker.app import WorkerDeps, build_worker_app
+from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
@@ -162,6 +163,7 @@ class TwoWorkers:
             prefill=prefill,
             decode=decode,
             render=RenderService(engine),
+            blocks=BlockService(engine.blocks, "1"),
             is_ready=lambda: True,
             exposition=lambda: exposition(metrics.registry),
         )

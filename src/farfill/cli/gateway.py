@@ -87,6 +87,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         own.check(*pems)
         workers, registry = worker_context(*pems, config.cluster), registry_context(*pems, config.cluster)
         runner.app[SERVICE].client.use_context(workers)
+        runner.app[SERVICE].feeds.use_context(workers)
         watcher.use_context(registry)
         store.use_context(registry)
 

@@ -112,6 +112,13 @@ class RoutingConfig(Section):
     remote_prefill_threshold_tokens: int = Field(
         default=4096, ge=0, description="Prompts with at least this many uncached tokens are prefilled far away."
     )
+    max_deaths_per_request: int = Field(
+        default=2,
+        ge=1,
+        le=10,
+        description="A request during whose work so many instances died is ended with 500 (request_kills_workers)"
+        " instead of being tried elsewhere.",
+    )
     threshold: Literal["static", "auto"] = Field(
         default="static",
         description="static: remote_prefill_threshold_tokens as it stands; auto: it is where the search begins, on the"

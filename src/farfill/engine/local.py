@@ -8,6 +8,7 @@ from typing import Any
 
 from farfill.clock import Clock, WallClock
 from farfill.core.errors import CapacityError, InvalidRequestError
+from farfill.engine.blocks import BlockLedger
 from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
 from farfill.engine.checkpoints import checkpoint_bytes
@@ -55,11 +56,14 @@ class LocalEngine:
         self._limits = limits
         clock = clock or WallClock()
         self._memory = KVMemory(info.kv_total_bytes)
-        self._prefix = PrefixCache(
-            info.layout, limits.prefix_cache_bytes, info.fingerprint, ttl_s=limits.prefix_ttl_s, clock=clock
-        )
+        self._prefix = PrefixCache(info.layout, limits.prefix_cache_bytes, ttl_s=limits.prefix_ttl_s, clock=clock)
         self._scheduler = Scheduler(executor, self._memory, self._prefix, limits, clock)
         self._memory.on_release = self._scheduler.wake
+    @property
+    def blocks(self) -> BlockLedger | None:
+        """What the prefix cache holds; None when it is off."""
+        return self._prefix.ledger if self._limits.prefix_cache_bytes else None
+
 
     def load(self) -> EngineLoad:
         """How busy the engine is."""

@@ -3,7 +3,7 @@
 An entry is one chunk: the rows of every growing tensor and, where it was taken while the sequence stood exactly at
 the chunk's end, the windows and states there. A hit is the longest chain of chunks from the prompt's start; models
 with windows or states can only continue from an entry that has them, so their hits end at one. Snapshots are copies:
-nobody else's bytes are pinned. What is dropped first, and for how long things stay, is `engine.retention`'s to say.
+nobody else's bytes are pinned. `ledger` tells which chunks a prompt can be continued after. What is dropped first, and for how long things stay, is `engine.retention`'s to say.
 Safe from any thread.
 """
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from farfill.clock import Clock, WallClock
 from farfill.core.layout import KVLayout
+from farfill.engine.blocks import BlockLedger
 from farfill.engine.checkpoints import ReadState
 from farfill.engine.executor import SequenceKV
 from farfill.engine.memory import allocate_bytes
@@ -87,12 +88,10 @@ class PrefixHit:
 class PrefixCache:
     """All snapshots of one engine. `limit_bytes` 0 keeps none; `ttl_s` 0 keeps them however long they lie unused."""
 
-    def __init__(
-        self, layout: KVLayout, limit_bytes: int, salt: str, *, ttl_s: float = 0.0, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, layout: KVLayout, limit_bytes: int, *, ttl_s: float = 0.0, clock: Clock | None = None) -> None:
         self.layout = layout
         self.limit_bytes = limit_bytes
-        self._salt = salt
+        self.ledger = BlockLedger(layout.prefill_chunk_tokens, sparse=not layout.resumable)
         self._clock = clock or WallClock()
         self._entries: dict[bytes, _Entry] = {}
         self._children: dict[bytes, int] = {}
@@ -117,11 +116,12 @@ class PrefixCache:
         """The chain of keys of `prompt[:-1]`; empty when the cache is off.
 
         `media`: (first token, digest) of everything that is not text; `adapter` names weights added to the model's.
+        Without one they are the very keys gateways know prompts by.
         """
         if not self.limit_bytes:
             return ()
-        # The tenant's salt comes last and whole, so no tenant can spell another's.
-        salted = f"{self._salt}\0{adapter}\0{salt}"
+        # The tenant's salt comes last and whole, so no tenant can spell another's; none begins with a zero.
+        salted = f"\0{adapter}\0{salt}" if adapter else salt
         return prefix_keys(prompt[:-1], self.layout.prefill_chunk_tokens, salted, media)
 
     def find(self, keys: Sequence[bytes], *, every_checkpoint: bool = False) -> PrefixHit | None:
@@ -208,6 +208,8 @@ class PrefixCache:
                 if entry.parent is not None:
                     children[entry.parent] = children.get(entry.parent, 0) + 1
             assert children == self._children, "the account of chains is wrong"
+            told = {key for key, entry in self._entries.items() if self.layout.resumable or entry.states is not None}
+            assert told == set(self.ledger.snapshot()[1]), "what was announced is not what is there"
 
     def pinned(self) -> int:
         """Pins not yet released; 0 while idle."""
@@ -236,6 +238,8 @@ class PrefixCache:
         if states is not None:
             entry.states = states
             entry.states_part = self._retention.add(key, states.nbytes, cost)
+        if self.layout.resumable or states is not None:
+            self.ledger.stored((key,))
 
     def _touch(self, chain: Sequence[bytes]) -> None:
         """The chain was used: its beginning most recently, and states only where it ends."""
@@ -280,11 +284,13 @@ class PrefixCache:
             assert entry.states is not None
             self._used_bytes -= entry.states.nbytes
             entry.states = entry.states_part = None
+            self.ledger.removed((entry.key,))
             return
         if entry.states_part is not None:
             self._drop(entry, entry.states_part)
         self._used_bytes -= entry.rows.nbytes
         del self._entries[entry.key]
+        self.ledger.removed((entry.key,))
         if entry.parent is not None:
             self._children[entry.parent] -= 1
             if not self._children[entry.parent]:

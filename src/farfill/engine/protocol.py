@@ -15,6 +15,7 @@ from typing import Protocol
 
 from farfill.core.layout import KVLayout
 from farfill.core.sampling import SamplingParams
+from farfill.engine.blocks import BlockLedger
 from farfill.engine.media import MediaInputs, MediaProcessor
 from farfill.kv.hashing import KeyMaterial
 from farfill.kv.manifest import Manifest
@@ -233,6 +234,11 @@ class Engine(Protocol):
     @property
     def media(self) -> MediaProcessor | None:
         """The image side of the model; None when it takes text only."""
+        ...
+
+    @property
+    def blocks(self) -> BlockLedger | None:
+        """What the prefix cache holds, and how that changes; None: the engine does not tell."""
         ...
 
     def load(self) -> EngineLoad:

@@ -38,6 +38,44 @@ class DeadlineError(FarfillError):
     retryable = True
 
 
+class PoisonousRequestError(FarfillError):
+    """So many instances died while they worked on this request that no other one gets it. Not to be sent again."""
+
+    reason = "request_kills_workers"
+    retryable = False
+
+
+class UnauthorisedError(FarfillError):
+    """Nobody we know. The client hears little; `cause` is for metrics and logs."""
+
+    reason = "invalid_api_key"
+    side = "client"
+
+    def __init__(self, message: str = "incorrect API key provided", *, cause: str, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.cause = cause
+
+
+class ForbiddenError(FarfillError):
+    """Somebody we know, who may not do this, or not from there."""
+
+    reason = "forbidden"
+    side = "client"
+
+    def __init__(self, message: str, *, cause: str, reason: str | None = None) -> None:
+        super().__init__(message, reason=reason)
+        self.cause = cause
+
+
+class KeysUnavailableError(UnavailableError):
+    """Whether the credential is good cannot be told now."""
+
+    reason = "keys_unavailable"
+
+
+_STATUS = ((UnauthorisedError, 401), (ForbiddenError, 403), (OverloadedError, 429), (DeadlineError, 504))
+
+
 class ErrorDetail(msgspec.Struct, kw_only=True):
     """OpenAI's error object; `code` is the stable reason."""
 
@@ -86,6 +124,10 @@ def error_response(error: FarfillError, headers: Mapping[str, str] | None = None
         body=msgspec.json.encode(envelope(error)), status=status, content_type="application/json", headers=headers
     )
     if status in (429, 503):
+    if isinstance(error, PoisonousRequestError):
+        response.headers["x-should-retry"] = "false"  # OpenAI's clients send a 500 again otherwise
+    if status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
         retry_after_s = error.retry_after_s if isinstance(error, CapacityError | UnavailableError) else 1.0
         response.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
     return response

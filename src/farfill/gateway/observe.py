@@ -84,6 +84,10 @@ class GatewayObserver(MediaObserver, Protocol):
         """A decode instance failed before its first token and another try was made."""
         ...
 
+    def instance_died(self, instance: Instance, *, over: bool) -> None:
+        """An instance died while it worked on a request; `over`: no other one gets that request."""
+        ...
+
     def breaker_changed(self, prefill: Instance, state: BreakerState) -> None:
         """The breaker of a prefill instance is in `state` now."""
         ...
@@ -92,8 +96,20 @@ class GatewayObserver(MediaObserver, Protocol):
 class PolicyObserver(Protocol):
     """Hears what the policies do. Called on the event loop; must be cheap and must not raise."""
 
-    def prefix_hit(self, expected_tokens: int, actual_tokens: int) -> None:
-        """A prompt was prefilled: the hit counted on, and the one there was."""
+    def prefix_hit(self, expected_tokens: int, actual_tokens: int, source: str) -> None:
+        """A prompt was prefilled: the hit counted on, and the one there was. `source`: "exact" or "history"."""
+        ...
+
+    def block_events(self, kind: str, blocks: int) -> None:
+        """A worker announced blocks: "snapshot", "stored", "removed" or "cleared"."""
+        ...
+
+    def block_gap(self, reason: str) -> None:
+        """A worker's block events could not be followed on; see `gateway.blocks`."""
+        ...
+
+    def block_index(self, blocks: int, forgotten: int, exact: int) -> None:
+        """Size of the prefix index, blocks its bound has cost, and instances that announce theirs."""
         ...
 
     def threshold_set(self, tokens: int, reason: str) -> None:
@@ -136,7 +152,13 @@ class PolicyObserver(Protocol):
 class SilentPolicyObserver:
     """Tells nobody."""
 
-    def prefix_hit(self, expected_tokens: int, actual_tokens: int) -> None: ...
+    def prefix_hit(self, expected_tokens: int, actual_tokens: int, source: str) -> None: ...
+
+    def block_events(self, kind: str, blocks: int) -> None: ...
+
+    def block_gap(self, reason: str) -> None: ...
+
+    def block_index(self, blocks: int, forgotten: int, exact: int) -> None: ...
 
     def threshold_set(self, tokens: int, reason: str) -> None: ...
 
@@ -171,6 +193,8 @@ class SilentObserver:
     def prefill_continued(self, reason: str, outcome: str) -> None: ...
 
     def decode_retried(self, decode: Instance, reason: str) -> None: ...
+
+    def instance_died(self, instance: Instance, *, over: bool) -> None: ...
 
     def breaker_changed(self, prefill: Instance, state: BreakerState) -> None: ...
 

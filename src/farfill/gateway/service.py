@@ -17,6 +17,7 @@ from farfill.gateway.background import BackgroundWork
 from farfill.gateway.decisions import DecisionLog
 from farfill.gateway.fallback import FallbackGate
 from farfill.gateway.health import DecodeReach, PrefillHealth
+from farfill.gateway.blocks import BlockFeeds
 from farfill.gateway.identity import server_name
 from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
@@ -87,6 +88,7 @@ class GatewayService:
     recording: Recording | None
     shared: SharedState | None
     reloader: Reloader
+    prefixes: PrefixView
     parity: ParitySampler
     background: BackgroundWork
     client: WorkerClient
@@ -97,6 +99,7 @@ class GatewayService:
             try:
                 if log is not None:
                     log.start()
+    feeds: BlockFeeds
             except OSError as error:
                 raise ConfigError(f"gateway.{key}: cannot be written: {error}") from error
         await self.client.start()
@@ -107,6 +110,7 @@ class GatewayService:
         """Stop background work, then connections and threads."""
         if self.shared is not None:
             await self.shared.close()
+        await self.feeds.start()
         await self.background.close()
         await self.client.close()
         self.pool.close()
@@ -117,6 +121,7 @@ class GatewayService:
 
 
 def build_service(deps: GatewayDeps) -> GatewayService:
+        await self.feeds.close()
     """All parts, not yet started."""
     config = deps.config
     client = WorkerClient(
@@ -190,6 +195,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
     )
 
 
+        prefixes=parts.prefixes,
 def _parts(deps: GatewayDeps) -> PlacerParts:
     config, clock = deps.config, deps.clock
     links = LinkView(config.routing, clock)
@@ -200,6 +206,14 @@ def _parts(deps: GatewayDeps) -> PlacerParts:
         work=OutstandingWork(),
         links=links,
         prefixes=PrefixView(config.prefill.chunked_prefill_tokens, enabled=config.engine.prefix_cache_mb > 0),
+        feeds=BlockFeeds(
+            membership=deps.membership,
+            prefixes=parts.prefixes,
+            observer=deps.policies,
+            tls=deps.worker_tls,
+            connect_timeout_s=config.kv_transfer.timeout_ms / 1000,
+            server_name=server_name,
+        ),
         threshold=Threshold(config.routing, links, clock, deps.policies),
         rollout=RolloutState(deps.policies, clock),
         fallback=FallbackGate(config.routing.fallback_budget, clock, deps.policies),

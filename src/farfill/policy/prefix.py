@@ -8,8 +8,9 @@ repeatedly holds less than believed is not believed until its reports agree agai
 Keys carry the tenant's salt (`kv.hashing.prefix_keys`), so one tenant's prompt never meets another's blocks here.
 
 Bounded by two generations: when the young one is full it becomes the old one, and the old one's blocks, those not
-seen for a whole generation, are forgotten. A holder that left is only taken off the set of the living; its bits go
-with the generations.
+seen for a whole generation, are forgotten. What exact holders announced is not said twice, so it moves on, while it
+fills at most half of a generation. A holder that left is only taken off the set of the living; its bits go with the
+generations.
 """
 
 from __future__ import annotations
@@ -69,6 +70,7 @@ class BlockIndex:
         self._chained = 0
         self._sparse = 0
         self._joined = 0
+        self._exact = 0
         self._retired: list[tuple[int, int]] = []
         self._free: list[int] = []
         self._next_bit = 0
@@ -77,6 +79,11 @@ class BlockIndex:
 
     def __len__(self) -> int:
         return len(self._young) + sum(1 for key in self._old if key not in self._young)
+
+    @property
+    def size(self) -> int:
+        """Entries of both generations: at least `len`, and known without looking at each."""
+        return len(self._young) + len(self._old)
 
     def join(self, name: str, site: str, generation: str, *, exact: bool = False, sparse: bool = False) -> None:
         """A holder that may be asked about. Another generation of the same name starts empty.
@@ -94,6 +101,7 @@ class BlockIndex:
         holder = _Holder(name, site, generation, bit, exact, sparse)
         self._holders[name] = self._by_bit[bit] = holder
         self._joined |= bit
+        self._exact |= bit if exact else 0
         self._count_in(holder)
 
     def leave(self, name: str) -> None:
@@ -104,6 +112,7 @@ class BlockIndex:
         self._count_out(holder)
         del self._by_bit[holder.bit]
         self._joined ^= holder.bit
+        self._exact &= ~holder.bit
         self._retired.append((self._turns, holder.bit))
         if len(self._retired) > MAX_RETIRED:
             self._turn()
@@ -140,6 +149,13 @@ class BlockIndex:
         if holder is not None:
             self.leave(name)
             self.join(name, holder.site, holder.generation, exact=holder.exact, sparse=holder.sparse)
+
+    def believed(self, name: str) -> None:
+        """The exact holder announces nothing any more: what it said last is where belief begins."""
+        holder = self._holders.get(name)
+        if holder is not None:
+            holder.exact = False
+            self._exact &= ~holder.bit
 
     def placed(self, name: str, keys: Sequence[bytes], reported_blocks: int | None) -> int | None:
         """A prompt with `keys` was computed there; it reported a hit of `reported_blocks` (None: says nothing).
@@ -230,8 +246,13 @@ class BlockIndex:
             young[key] = (young.get(key, 0) | old.get(key, 0)) & self._joined | bit
 
     def _turn(self) -> None:
-        self.forgotten += sum(1 for key in self._old if key not in self._young)
-        self._old, self._young = self._young, {}
+        young, exact = self._young, self._exact
+        gone = {key: mask for key, mask in self._old.items() if key not in young}
+        moves = {key: mask & exact for key, mask in gone.items() if mask & exact} if exact else {}
+        if len(moves) > self._generation_blocks // 2:
+            moves = {}
+        self.forgotten += len(gone) - len(moves)
+        self._old, self._young = young, moves
         self._turns += 1
         # What moves between generations drops the bits of the gone: two turns later they are in no key.
         while self._retired and self._turns - self._retired[0][0] >= 2:

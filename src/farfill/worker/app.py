@@ -10,6 +10,8 @@ from aiohttp import web
 
 from farfill.core.cluster import Role
 from farfill.engine.protocol import EngineInfo
+from farfill.wire.blocks import BLOCKS_PATH
+from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
 from farfill.worker.http import Handler, guard, message_response
 from farfill.worker.media import RenderService
@@ -44,6 +46,7 @@ class WorkerDeps:
     prefill: PrefillService | None
     decode: DecodeService | None
     render: RenderService
+    blocks: BlockService
     is_ready: Callable[[], bool]
     exposition: Callable[[], tuple[bytes, str]]
 
@@ -75,6 +78,8 @@ def build_worker_app(deps: WorkerDeps) -> web.Application:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/v1/info", for_gateway(info))
     app.router.add_post("/v1/render", for_gateway(deps.render.handle))
+    app.router.add_get(BLOCKS_PATH, for_gateway(deps.blocks.handle))
+    app.on_shutdown.append(deps.blocks.close)
     if deps.prefill is not None:
         app.router.add_post("/v1/prefill", for_gateway(deps.prefill.handle))
     if deps.decode is not None:

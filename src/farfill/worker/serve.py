@@ -37,6 +37,7 @@ from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.own_certificate import OwnCertificate
 from farfill.transport.tls import PeerIdentity, client_context, http_server_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
+from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
@@ -142,10 +143,11 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
     if receiver is not None:
         lossy = lossy_form(config.kv_transfer, engine.info.layout)
         decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics, lossy=lossy)
+    instance = _instance(parts)
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
         ssl_context=parts.registry_tls,
-        instance=_instance(parts),
+        instance=instance,
         observer=parts.metrics,
     )
     deps = WorkerDeps(
@@ -157,6 +159,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         prefill=prefill,
         decode=decode,
         render=RenderService(engine),
+        blocks=BlockService(engine.blocks, instance.generation),
         is_ready=lambda: announcer.registered and not stop.is_set() and _engine_ready(engine),
         exposition=lambda: _exposition(parts),
     )

@@ -7,6 +7,7 @@ import pytest
 from farfill.core.layout import KVLayout
 from farfill.engine.fake import FakeExecutor, FakeKV, fake_layout
 from farfill.engine.prefix import PrefixCache, PrefixHit
+from farfill.kv.hashing import prefix_keys
 
 CHUNK = 4
 FULL = fake_layout(CHUNK)
@@ -41,7 +42,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 @pytest.mark.parametrize("layout", [FULL, WINDOWED, STATEFUL])
 def test_hit_restores_the_same_bytes(layout: KVLayout) -> None:
-    cache, prompt = PrefixCache(layout, 1 << 20, "model"), prompt_of(15)
+    cache, prompt = PrefixCache(layout, 1 << 20), prompt_of(15)
     insert_all(cache, prompt)
     hit = cache.find(cache.keys(prompt, ""))
     assert hit is not None
@@ -60,24 +61,24 @@ def test_hit_restores_the_same_bytes(layout: KVLayout) -> None:
 
 
 def test_last_token_of_the_prompt_is_never_part_of_a_hit() -> None:
-    cache = PrefixCache(FULL, 1 << 20, "model")
+    cache = PrefixCache(FULL, 1 << 20)
     assert len(cache.keys(prompt_of(13), "")) == 3
     assert len(cache.keys(prompt_of(12), "")) == 2
 
 
-def test_models_and_tenants_do_not_share() -> None:
-    prompt = prompt_of(13)
-    one, other = PrefixCache(FULL, 1, "a"), PrefixCache(FULL, 1, "b")
-    assert len({one.keys(prompt, ""), one.keys(prompt, "t"), other.keys(prompt, ""), other.keys(prompt, "t")}) == 4
+def test_tenants_do_not_share_and_gateways_know_the_same_keys() -> None:
+    prompt, cache = prompt_of(13), PrefixCache(FULL, 1)
+    assert cache.keys(prompt, "") != cache.keys(prompt, "t")
+    assert cache.keys(prompt, "t") == prefix_keys(prompt[:-1], FULL.prefill_chunk_tokens, "t")
 
 
 def test_limit_zero_is_off() -> None:
-    cache = PrefixCache(FULL, 0, "model")
+    cache = PrefixCache(FULL, 0)
     assert cache.keys(prompt_of(50), "") == ()
 
 
 def test_oldest_chain_goes_first_and_its_end_before_its_beginning() -> None:
-    cache = PrefixCache(FULL, 4 * CHUNK_BYTES, "model")
+    cache = PrefixCache(FULL, 4 * CHUNK_BYTES)
     old, new = prompt_of(13, 1), prompt_of(9, 2)
     insert_all(cache, old)
     insert_all(cache, new)
@@ -90,7 +91,7 @@ def test_oldest_chain_goes_first_and_its_end_before_its_beginning() -> None:
 
 
 def test_pinned_snapshots_stay_and_a_chain_does_not_evict_itself() -> None:
-    cache = PrefixCache(FULL, 2 * CHUNK_BYTES, "model")
+    cache = PrefixCache(FULL, 2 * CHUNK_BYTES)
     prompt = prompt_of(17)
     insert_all(cache, prompt)
     hit = cache.find(cache.keys(prompt, ""))
@@ -105,13 +106,13 @@ def test_pinned_snapshots_stay_and_a_chain_does_not_evict_itself() -> None:
 
 
 def test_snapshot_larger_than_the_limit_is_not_kept() -> None:
-    cache, prompt = PrefixCache(FULL, CHUNK_BYTES - 1, "model"), prompt_of(9)
+    cache, prompt = PrefixCache(FULL, CHUNK_BYTES - 1), prompt_of(9)
     insert_all(cache, prompt)
     assert cache.used_bytes == 0
 
 
 def test_windowed_hit_ends_at_a_checkpoint() -> None:
-    cache, prompt = PrefixCache(WINDOWED, 1 << 20, "model"), prompt_of(17)
+    cache, prompt = PrefixCache(WINDOWED, 1 << 20), prompt_of(17)
     keys = cache.keys(prompt, "")
     whole = filled(WINDOWED, prompt)
     for chunk in range(3):
@@ -126,7 +127,7 @@ def test_windowed_hit_ends_at_a_checkpoint() -> None:
 
 
 def test_copy_may_leave_out_chunks_that_are_there() -> None:
-    cache, prompt = PrefixCache(FULL, 1 << 20, "model"), prompt_of(13)
+    cache, prompt = PrefixCache(FULL, 1 << 20), prompt_of(13)
     insert_all(cache, prompt)
     kv = filled(FULL, prompt, 4)
     before = bytes(kv.place(0, 0, 4))

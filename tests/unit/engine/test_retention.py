@@ -20,7 +20,7 @@ def cache_of(
     chunks: int, *, states: bool = False, ttl_s: float = 0.0, clock: VirtualClock | None = None
 ) -> PrefixCache:
     limit = chunks * (ROWS + (STATES if states else 0))
-    return PrefixCache(fake_layout(CHUNK, states=states), limit, "model", ttl_s=ttl_s, clock=clock)
+    return PrefixCache(fake_layout(CHUNK, states=states), limit, ttl_s=ttl_s, clock=clock)
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:

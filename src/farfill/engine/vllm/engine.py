@@ -15,6 +15,7 @@ import structlog
 
 from farfill.core.errors import CapacityError, EngineError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
+from farfill.engine.blocks import BlockLedger
 from farfill.engine.media import MediaProcessor
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import (
@@ -99,6 +100,11 @@ class VllmEngine:
         waiting = [job for job in jobs if job.waiting]
         vitals = self._vitals
         # vLLM's own number stays as it was in its last step: idle, it holds nothing.
+    @property
+    def blocks(self) -> BlockLedger | None:
+        """vLLM does not tell."""
+        return None
+
         usage = vitals.kv_usage if jobs else 0.0
         return EngineLoad(
             queued_tokens=sum(job.tokens for job in waiting),

@@ -98,6 +98,7 @@ class Failure:
     detail: str
     breaker: Outcome
     retry_after_s: float = 1.0
+    error: FarfillError | None = None
 
 
 def make_attempt(
@@ -148,7 +149,7 @@ async def run_attempt(ctx: LegContext, attempt: Attempt, *, watched: bool) -> Pr
         return await call if seen is None else seen
     except FarfillError as error:
         pause_s = error.body.retry_after_s if isinstance(error, WorkerAnswerError) else 0.0
-        return Failure(failure_label(error), error.reason, str(error), breaker_outcome(error), pause_s or 1.0)
+        return Failure(failure_label(error), error.reason, str(error), breaker_outcome(error), pause_s or 1.0, error)
     finally:
         call.cancel()
         watch.cancel()

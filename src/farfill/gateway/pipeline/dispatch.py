@@ -21,6 +21,7 @@ from farfill.gateway.health import DecodeReach
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.attempt import LegContext, make_attempt
+from farfill.gateway.pipeline.deaths import Deaths
 from farfill.gateway.pipeline.generation import Generation, failed
 from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import Placed, PlacementQuery, Placer
@@ -67,10 +68,12 @@ class Dispatcher:
 
         Raises FarfillError as the client should see it; nothing is left running then, or when cancelled.
         """
+        job = replace(job, deaths=Deaths(self.config.routing.max_deaths_per_request))
         plan = self._plan(job, placed)
         try:
             return await self._attempt(job, plan)
         except FarfillError as error:
+            await self._note_death(job, plan, error)
             second = self._second_plan(job, plan, error, placed)
             if second is None:
                 raise _as_request_error(error) from error
@@ -85,7 +88,14 @@ class Dispatcher:
         try:
             return await self._attempt(job, second)
         except FarfillError as error:
+            await self._note_death(job, second, error)
             raise _as_request_error(error) from error
+
+    async def _note_death(self, job: Job, plan: Plan, error: FarfillError) -> None:
+        """Raises PoisonousRequestError when decode was one instance too many to die of this prompt."""
+        await job.deaths.note(job.request_id, plan.placement.decode, error, self.observer)
+        if job.deaths.over:
+            raise job.deaths.error() from error
 
     def _plan(self, job: Job, placed: Callable[[Placed], None], exclude: tuple[str, ...] = ()) -> Plan:
         query = PlacementQuery(
@@ -191,7 +201,8 @@ class Dispatcher:
         legs, comparable = self.legs, local and fallback is FallbackReason.NONE
         legs.prefixes.computed(plan.placement.decode.name, job.keys, start.cached_tokens if comparable else None)
         if comparable:
-            legs.policies.prefix_hit(plan.placed.hit_tokens, start.cached_tokens)
+            source = legs.prefixes.source(plan.placement.decode.name)
+            legs.policies.prefix_hit(plan.placed.hit_tokens, start.cached_tokens, source)
         legs.links.near_ended(start)
         unasked = local and leg is not None and leg.grant is None and fallback is not FallbackReason.NONE
         if unasked:  # decode found out first that nothing came: it counts all the same

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from farfill.core.sampling import SamplingParams
+from farfill.gateway.pipeline.deaths import Deaths
 from farfill.policy.offload import Forced
 from farfill.wire.control import MediaMessage
 
@@ -27,3 +28,4 @@ class Job:
     accepted_s: float
     media: tuple[MediaMessage, ...] = ()
     position_offset: int = 0
+    deaths: Deaths = field(default_factory=Deaths)

@@ -86,7 +86,7 @@ class PrefillLeg:
         try:
             while True:
                 failure = await self._try(self._attempt)
-                if failure is None or self._served:
+                if failure is None or self._served or await self._kills(failure):
                     return
                 if not await self._continue(failure):
                     if self._may_fall_back():
@@ -94,6 +94,15 @@ class PrefillLeg:
                     return
         finally:
             self.seconds = self._ctx.clock.now_s() - self._began_s
+
+    async def _kills(self, failure: Failure) -> bool:
+        """Whether so many instances died of this prompt that nobody else may try it, near or far."""
+        deaths = self._job.deaths
+        if failure.error is not None:
+            await deaths.note(self._job.request_id, self._attempt.prefill, failure.error, self._ctx.observer)
+        if deaths.over:
+            self.refused.set_result(deaths.error())
+        return deaths.over
 
     def _may_fall_back(self) -> bool:
         """Whether decode may prefill the prompt itself; if not, whoever waits for decode hears of it."""
@@ -144,7 +153,9 @@ class PrefillLeg:
         first = not self.continuations
         ctx.prefixes.computed(prefill.name, job.keys, report.cached_tokens if first else None)
         if first:
-            ctx.policies.prefix_hit(self._placed.far_hit_tokens, report.cached_tokens)
+            ctx.policies.prefix_hit(
+                self._placed.far_hit_tokens, report.cached_tokens, ctx.prefixes.source(prefill.name)
+            )
 
     def _continued(self, record: ContinuationRecord, label: str) -> None:
         record.outcome = label

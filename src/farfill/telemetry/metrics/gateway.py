@@ -169,6 +169,12 @@ class GatewayMetrics:
         )
         self._retries = metrics.counter(
             "farfill_decode_retries", "Decode instances that failed before the first token.", reason=()
+        self._deaths = metrics.counter(
+            "farfill_request_deaths",
+            "Workers that died while they worked on a request, and what came of it.",
+            role=("prefill", "decode", "mixed"),
+            verdict=("tried_again", "ended"),
+        )
         )
         self._breaker = metrics.gauge(
             "farfill_breaker_open",
@@ -245,6 +251,10 @@ class GatewayMetrics:
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         """`decode` failed before its first token and another try was made."""
+    def instance_died(self, instance: Instance, *, over: bool) -> None:
+        """An instance died while it worked on a request."""
+        self._deaths(role=str(instance.role), verdict="ended" if over else "tried_again").inc()
+
         self._retries(reason=reason).inc()
 
     def breaker_changed(self, prefill: Instance, state: str) -> None:

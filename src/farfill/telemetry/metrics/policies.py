@@ -19,6 +19,7 @@ ADMISSIONS = (
     "queue_deadline",
 )
 SEARCHES = ("queue_surge", "egress_pressure", "relief", "new_lengths")
+GAPS = ("lost", "sequence", "overrun", "refused", "generation", "not_told", "chunk_tokens", "protocol_violation")
 ROLLOUT_ACTIONS = ("advance", "hold", "revert", "done")
 
 
@@ -31,6 +32,31 @@ class PolicyMetrics:
             "Prompt tokens of prefix hits where prompts were prefilled: counted on when placed, and really found.",
             kind=("expected", "actual"),
         )
+        self._prefix_error = metrics.counter(
+            "farfill_prefix_error_tokens",
+            "Prompt tokens by which prefix hits were counted on too high (over) or too low (under), by where the"
+            " expectation came from.",
+            source=("exact", "history"),
+            direction=("over", "under"),
+        )
+        self._block_events = metrics.counter(
+            "farfill_prefix_events", "Blocks in workers' block events.", kind=("snapshot", "stored", "removed")
+        )
+        self._block_cleared = metrics.counter("farfill_prefix_clears", "Workers' whole caches announced as cleared.")
+        self._block_gaps = metrics.counter(
+            "farfill_prefix_gaps",
+            "Streams of block events that could not be followed on, by reason.",
+            reason=GAPS,
+        )
+        self._index_blocks = metrics.gauge("farfill_prefix_index_blocks", "Blocks in the prefix index.")
+        self._index_forgotten = metrics.gauge(
+            "farfill_prefix_index_forgotten_blocks", "Blocks that the prefix index's bound has cost since the start."
+        )
+        self._index_exact = metrics.gauge(
+            "farfill_prefix_exact_workers", "Workers whose block events are followed; of others history is believed."
+        )
+        for child in (self._block_cleared, self._index_blocks, self._index_forgotten, self._index_exact):
+            child()
         self._threshold = metrics.gauge(
             "farfill_threshold_tokens", "Uncached tokens from which on prompts are prefilled far."
         )
@@ -83,10 +109,30 @@ class PolicyMetrics:
         for child in (self._waits, self._running, self._waiting, self._kv_tokens, self._link_bytes):
             child()
 
-    def prefix_hit(self, expected_tokens: int, actual_tokens: int) -> None:
+    def prefix_hit(self, expected_tokens: int, actual_tokens: int, source: str) -> None:
         """A prompt was prefilled."""
         self._prefix_tokens(kind="expected").inc(expected_tokens)
         self._prefix_tokens(kind="actual").inc(actual_tokens)
+        if expected_tokens != actual_tokens:
+            direction = "over" if expected_tokens > actual_tokens else "under"
+            self._prefix_error(source=source, direction=direction).inc(abs(expected_tokens - actual_tokens))
+
+    def block_events(self, kind: str, blocks: int) -> None:
+        """A worker announced blocks."""
+        if kind == "cleared":
+            self._block_cleared().inc()
+        else:
+            self._block_events(kind=kind).inc(blocks)
+
+    def block_gap(self, reason: str) -> None:
+        """A stream could not be followed on."""
+        self._block_gaps(reason=reason).inc()
+
+    def block_index(self, blocks: int, forgotten: int, exact: int) -> None:
+        """The prefix index as it is."""
+        self._index_blocks().set(blocks)
+        self._index_forgotten().set(forgotten)
+        self._index_exact().set(exact)
 
     def threshold_set(self, tokens: int, reason: str) -> None:
         """The threshold in force."""
