@@ -1,6 +1,6 @@
-"""What happened to each of the last requests, for people and tools: a bounded ring, without any text.
+"""What happened to each of the last requests, for people and tools: a ring bounded by count and bytes, without text.
 
-A record is published when the generation and its far prefill both ended.
+A record is published when the generation and its far prefill both ended; until then it can be looked at as it is.
 """
 
 from __future__ import annotations
@@ -14,6 +14,11 @@ import msgspec
 from farfill.wire.control import PrefillReport, StartEvent
 
 CAPACITY = 1000
+MAX_BYTES = 64 << 20
+# By estimate: encoding each record to weigh it would cost more than keeping it.
+RECORD_BYTES = 4096
+DECISION_BYTES = 1024
+CANDIDATE_BYTES = 400
 
 
 class LegError(msgspec.Struct, kw_only=True):
@@ -41,6 +46,16 @@ class ContinuationRecord(msgspec.Struct, kw_only=True):
     outcome: str = ""
 
 
+class TryRecord(msgspec.Struct, kw_only=True):
+    """One placement that was tried, `at_s` after the request was accepted; `took_s` to decide."""
+
+    at_s: float
+    took_s: float
+    decode_instance: str
+    prefill_instance: str
+    reason: str
+
+
 class RequestRecord(msgspec.Struct, kw_only=True):
     """GET /v1/farfill/requests/{request_id}. Durations in seconds of the gateway's monotonic clock.
 
@@ -48,6 +63,7 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     never started). `start` comes from decode, `prefill` from the far side (null when local or failed).
     `prefill_instance` and `transfer_id` are the last ones, when others continued (`continuations`).
     `decisions` are lines for `farfill replay`: each policy that was asked, all it looked at, and its answer.
+    `stages_at_s` is when each of `stages_s` began, after the request was accepted; `tries` are all placements tried.
     A request of several prompts has one record a prompt: the further ones are named `{request_id}-{i}`.
     """
 
@@ -80,6 +96,8 @@ class RequestRecord(msgspec.Struct, kw_only=True):
     tpot_s: float | None = None
     duration_s: float = 0.0
     stages_s: dict[str, float] = {}
+    stages_at_s: dict[str, float] = {}
+    tries: list[TryRecord] = []
     finish_reasons: list[str] = []
     start: StartEvent | None = None
     prefill: PrefillReport | None = None
@@ -90,22 +108,39 @@ class RequestRecord(msgspec.Struct, kw_only=True):
 
 
 class RequestRecords:
-    """The last `capacity` records; the newest of a repeated id wins."""
+    """The last `capacity` records, of at most about `max_bytes`; the newest of a repeated id wins."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
+    def __init__(self, capacity: int = CAPACITY, max_bytes: int = MAX_BYTES) -> None:
         self._capacity = capacity
+        self._max_bytes = max_bytes
+        self._bytes = 0
+        self._running: dict[str, RequestRecord] = {}
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
         self._waiters: dict[str, list[asyncio.Future[RequestRecord]]] = {}
 
     def publish(self, record: RequestRecord) -> None:
         """Keep `record` and wake those who wait for it."""
+        if self._running.get(record.request_id) is record:
+            del self._running[record.request_id]
+        former = self._records.pop(record.request_id, None)
+        if former is not None:
+            self._bytes -= weight_bytes(former)
         self._records[record.request_id] = record
-        self._records.move_to_end(record.request_id)
-        while len(self._records) > self._capacity:
-            self._records.popitem(last=False)
+        self._bytes += weight_bytes(record)
+        while len(self._records) > self._capacity or (self._bytes > self._max_bytes and len(self._records) > 1):
+            _, oldest = self._records.popitem(last=False)
+            self._bytes -= weight_bytes(oldest)
         for waiter in self._waiters.pop(record.request_id, []):
             if not waiter.done():
                 waiter.set_result(record)
+
+    def begin(self, record: RequestRecord) -> None:
+        """`record` will be published; it can be looked at meanwhile."""
+        self._running[record.request_id] = record
+
+    def look(self, request_id: str) -> RequestRecord | None:
+        """As it is now, finished or not."""
+        return self._running.get(request_id) or self._records.get(request_id)
 
     async def get(self, request_id: str, wait_s: float) -> RequestRecord | None:
         """The record, waiting up to `wait_s` for it to be published."""
@@ -128,3 +163,9 @@ class RequestRecords:
 
     def __len__(self) -> int:
         return len(self._records)
+
+
+def weight_bytes(record: RequestRecord) -> int:
+    """About what it holds in memory."""
+    candidates = sum(len(getattr(decision.inputs, "candidates", ())) for decision in record.decisions)
+    return RECORD_BYTES + DECISION_BYTES * len(record.decisions) + CANDIDATE_BYTES * candidates

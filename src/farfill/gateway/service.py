@@ -25,6 +25,7 @@ from farfill.gateway.media import MediaLoader, is_public
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
 from farfill.gateway.parity import ParitySampler
 from farfill.gateway.pipeline.admit import Admission
+from farfill.gateway.lookup import RecordLookup
 from farfill.gateway.pipeline.attempt import LegContext, SignTicket
 from farfill.gateway.pipeline.dispatch import Dispatcher
 from farfill.gateway.pipeline.media import PromptRenderer
@@ -87,6 +88,7 @@ class GatewayService:
     decision_log: DecisionLog | None
     recording: Recording | None
     shared: SharedState | None
+    lookup: RecordLookup
     reloader: Reloader
     prefixes: PrefixView
     parity: ParitySampler
@@ -113,9 +115,13 @@ class GatewayService:
         await self.feeds.start()
         await self.background.close()
         await self.client.close()
+        await self.lookup.start()
+        await self.gate.start()
         self.pool.close()
         self.renderer.loader.close()
         for log in (self.decision_log, self.recording):
+        await self.gate.close()
+        await self.lookup.close()
             if log is not None:
                 await asyncio.to_thread(log.close)
 
@@ -138,6 +144,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         placer=placer,
         health=parts.health,
         work=parts.work,
+    records, background = RequestRecords(), BackgroundWork()
         links=parts.links,
         prefixes=parts.prefixes,
         fallback=parts.fallback,
@@ -189,8 +196,9 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         recording=_recording(deps),
         shared=_shared(deps, parts, decision_log),
         dispatcher=dispatcher,
-        records=RequestRecords(),
-        background=BackgroundWork(),
+        records=records,
+        lookup=RecordLookup(name, records, deps.store, background),
+        background=background,
         client=client,
     )
 

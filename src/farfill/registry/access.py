@@ -13,6 +13,10 @@ _GATEWAY_WRITES = (
     records.ROLLOUT,
     records.BREAKERS,
     records.OBSERVED,
+    records.KEYS,
+    records.GATEWAYS,
+    records.ASKS,
+    records.ANSWERS,
     records.AUDIT,
 )
 _WORKER_READS = (records.INSTANCES, records.LINKS, records.PREFIXES, records.CONFIG)

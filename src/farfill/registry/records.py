@@ -9,6 +9,9 @@
     rollout/MODEL/TENANT                RolloutRecord
     breakers/SCOPE/GATEWAY              BreakerRecord: one gateway's share of a breaker's window
     observed/GATEWAY                    ObservedRecord: what one gateway saw of each rollout share
+    keys/ID                             KeyRecord: an API key, as a digest
+    gateways/GATEWAY                    GatewayRecord: a live gateway and its demand on shared limits, on its lease
+    asks/REQUEST/ID, answers/REQUEST/ID AskRecord, AnswerRecord: one gateway asks the others for a request's life
     audit/TIME-ID                       AuditRecord: who changed what, when and why
     leases/ID                           LeaseRecord: who may use a lease, on the lease itself
 
@@ -33,6 +36,10 @@ CONFIG = "config/"
 ROLLOUT = "rollout/"
 BREAKERS = "breakers/"
 OBSERVED = "observed/"
+KEYS = "keys/"
+GATEWAYS = "gateways/"
+ASKS = "asks/"
+ANSWERS = "answers/"
 AUDIT = "audit/"
 LEASES = "leases/"
 
@@ -139,6 +146,58 @@ class ObservedRecord(RegistryRecord, kw_only=True):
 
     gateway: str
     shares: list[ObservedShare]
+
+
+class KeyRecord(RegistryRecord, kw_only=True):
+    """One API key; `scope` is what it is for: "api", or of the admin API "admin" (everything) or "monitor" (to look).
+
+    Rates and `expires_unix_s` of 0: none. `salt` separates its prefix KV from that of the tenant's other keys;
+    `priority` is the best one its requests may ask for. After a rotation `former_digest` counts until
+    `former_until_unix_s`.
+    """
+
+    id: str
+    digest: str
+    name: str = ""
+    scope: str = "api"
+    tenant: str = "default"
+    models: list[str] = msgspec.field(default_factory=lambda: ["*"])
+    requests_per_s: float = 0.0
+    tokens_per_s: float = 0.0
+    burst_s: float = 10.0
+    priority: int = -100
+    salt: str = ""
+    allow_from: list[str] = []
+    created_unix_s: float = 0.0
+    expires_unix_s: float = 0.0
+    former_digest: str = ""
+    former_until_unix_s: float = 0.0
+    author: str = ""
+
+
+class GatewayRecord(RegistryRecord, kw_only=True):
+    """One live gateway process. `demand`: requests and tokens a second asked of it, by shared limit."""
+
+    gateway: str
+    site: str
+    version: str = ""
+    address: str = ""
+    started_unix_s: float = 0.0
+    demand: dict[str, tuple[float, float]] = {}
+
+
+class AskRecord(RegistryRecord, kw_only=True):
+    """`gateway` looks for a request it did not serve; who did answers on the same `lease`."""
+
+    request_id: str
+    gateway: str
+    lease: int
+
+
+class AnswerRecord(RegistryRecord, kw_only=True):
+    """`life` is zlib-compressed JSON of `gateway.life.Life`."""
+
+    life: bytes
 
 
 class AuditRecord(RegistryRecord, kw_only=True):

@@ -6,7 +6,9 @@ from collections import Counter
 
 from farfill.kv.codec import Codec
 from farfill.transfer.grid import Chunk
-from farfill.transfer.protocol import TransferStats
+from farfill.transfer.protocol import ChunkRetry, TransferStats
+
+MAX_RETRIES_TOLD = 64
 
 
 class SentAccount:
@@ -16,6 +18,7 @@ class SentAccount:
         self.resent_chunks = 0
         self.finish_called_s = began_s
         self.ended_s = began_s
+        self._retries: list[ChunkRetry] = []
         self._began_s = began_s
         self._first_byte_s = began_s
         self._wire_bytes = 0
@@ -36,6 +39,12 @@ class SentAccount:
         self._codecs[codec.name.lower()] += chunk.nbytes
         self._carriers.add(connection)
 
+    def resent(self, chunk: int, reason: str, now_s: float) -> None:
+        """A chunk has to leave again."""
+        self.resent_chunks += 1
+        if len(self._retries) < MAX_RETRIES_TOLD:
+            self._retries.append(ChunkRetry(chunk, reason, now_s - self._began_s))
+
     def recut(self) -> None:
         """What left so far does not count: it was cut in another way."""
         self._counted.clear()
@@ -53,4 +62,5 @@ class SentAccount:
             first_byte_s=self._first_byte_s - self._began_s,
             total_s=self.ended_s - self._began_s,
             after_prefill_s=max(0.0, self.ended_s - self.finish_called_s),
+            retries=tuple(self._retries),
         )

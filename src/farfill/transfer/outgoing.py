@@ -387,7 +387,7 @@ class PushedTransfer:
     def _settle_resent(self, chunk: int, reason: str) -> None:
         with self._lock:
             wire_bytes = self._unsettled.pop(chunk, 0)
-            self._account.resent_chunks += 1
+            self._account.resent(chunk, reason, self._clock.now_s())
         self._link.settled(wire_bytes, 0)
         self._observer.resent(reason)
 

@@ -12,14 +12,23 @@ from farfill.engine.protocol import KVSlot
 from farfill.kv.manifest import Manifest
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkRetry:
+    """Chunk number `chunk` was sent again for `reason`, `at_s` after the transfer began."""
+
+    chunk: int
+    reason: str
+    at_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferStats:
     """One side's account of one transfer. Durations come from that side's monotonic clock.
 
     Sender: `first_byte_s` counts from `begin` to the first chunk leaving; `total_s` to the last
     acknowledgement; `after_prefill_s` is the part of it after `finish` was called (what prefill did not
-    hide); `link_*` is what the link was measured to be by then, None: not yet. Receiver: counts from `expect` to the
-    first chunk, and to the complete set.
+    hide); `link_*` is what the link was measured to be by then, None: not yet; `retries` has the
+    first of them. Receiver: counts from `expect` to the first chunk, and to the complete set.
     """
 
     raw_bytes: int
@@ -33,6 +42,7 @@ class TransferStats:
     after_prefill_s: float
     link_bytes_per_s: float | None = None
     link_rtt_s: float | None = None
+    retries: tuple[ChunkRetry, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

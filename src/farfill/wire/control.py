@@ -88,8 +88,19 @@ class PrefillCommand(msgspec.Struct, kw_only=True):
     position_offset: int = 0
 
 
+class ChunkRetryMessage(msgspec.Struct, array_like=True):
+    """A chunk that was sent again: its number, why, and when, in seconds since the transfer began."""
+
+    chunk: int
+    reason: str
+    at_s: float
+
+
 class PrefillReport(msgspec.Struct, kw_only=True):
-    """What the far side did, in its own clock. `link_*` is what its link was measured to be; 0: not yet."""
+    """What the far side did, in its own clock. `link_*` is what its link was measured to be; 0: not yet.
+
+    `retries` are the first of `resent_chunks`.
+    """
 
     queued_s: float
     prefill_s: float
@@ -104,6 +115,7 @@ class PrefillReport(msgspec.Struct, kw_only=True):
     codec: str
     link_bytes_per_s: float = 0.0
     link_rtt_s: float = 0.0
+    retries: list[ChunkRetryMessage] = []
 
 
 class DecodeCommand(msgspec.Struct, kw_only=True):

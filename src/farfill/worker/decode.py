@@ -38,7 +38,7 @@ from farfill.wire.control import (
     TransferStatus,
 )
 from farfill.wire.events import encode_event
-from farfill.worker.http import message_response, read_message
+from farfill.worker.http import log_as, message_response, read_message
 from farfill.worker.media import media_inputs
 from farfill.worker.pending import PendingTransfers
 from farfill.worker.sinks import TokenQueue
@@ -77,6 +77,7 @@ class DecodeService:
         """Streams `StartEvent`, `TokensEvent`s, then `EndEvent` or `FailedEvent`."""
         started_s = asyncio.get_running_loop().time()
         command = await read_message(request, DecodeCommand)
+        log_as(command.request_id)
         work = self._checked_work(command)
         outcome = "cancelled"
         try:
@@ -173,7 +174,20 @@ class DecodeService:
             response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE})
             await response.prepare(request)
             await response.write(encode_event(start) + _encode_tokens(first))
-            return response, await self._stream(response, queue, first, work.sampling.n)
+            outcome = await self._stream(response, queue, first, work.sampling.n)
+            log.info(
+                "decode_served",
+                request_id=command.request_id,
+                outcome=outcome,
+                prefilled_at=start.prefilled_at,
+                fallback=start.fallback,
+                prompt_tokens=start.prompt_tokens,
+                cached_tokens=start.cached_tokens,
+                kv_wait_s=round(start.kv_wait_s, 4),
+                first_token_s=round(start.first_token_s, 4),
+                total_s=round(loop.time() - started_s, 4),
+            )
+            return response, outcome
         finally:
             running.cancel()
 

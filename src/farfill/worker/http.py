@@ -35,23 +35,30 @@ async def read_message(request: web.Request, kind: type[Message]) -> Message:
         raise InvalidRequestError(f"the body is not a {kind.__name__}: {error}") from error
 
 
+def log_as(request_id: str) -> None:
+    """Every line this request leads to, here and in what it starts, carries the gateway's id of it."""
+    structlog.contextvars.bind_contextvars(request_id=request_id)
+
+
 def message_response(message: msgspec.Struct, status: int = 200) -> web.Response:
     """`message` as a msgpack answer."""
     return web.Response(body=_encode(message), status=status, content_type=CONTENT_TYPE)
 
 
-def error_response(error: FarfillError) -> web.Response:
+def status_of(error: FarfillError) -> int:
     """400: its fault. 403: not allowed. 409: not our kind. 503: elsewhere or later. 500: ours."""
     if isinstance(error, InvalidRequestError):
-        status = 400
-    elif isinstance(error, TicketError):
-        status = 403
-    elif isinstance(error, IncompatiblePeerError):
-        status = 409
-    elif isinstance(error, CapacityError | UnavailableError) or error.retryable:
-        status = 503
-    else:
-        status = 500
+        return 400
+    if isinstance(error, TicketError):
+        return 403
+    if isinstance(error, IncompatiblePeerError):
+        return 409
+    return 503 if isinstance(error, CapacityError | UnavailableError) or error.retryable else 500
+
+
+def error_response(error: FarfillError) -> web.Response:
+    """`error` as a msgpack answer with its `status_of`."""
+    status = status_of(error)
     retry_after_s = float(getattr(error, "retry_after_s", 0.0))
     body = ErrorBody(
         reason=error.reason,
@@ -73,6 +80,7 @@ def guard(handler: Handler, *, cluster: str, roles: frozenset[str]) -> Handler:
     """
 
     async def guarded(request: web.Request) -> web.StreamResponse:
+        structlog.contextvars.clear_contextvars()  # of whoever used this connection before
         try:
             identity = identity_of(request)
             if identity is None or identity.cluster != cluster or identity.role not in roles:

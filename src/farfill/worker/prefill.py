@@ -16,8 +16,8 @@ from farfill.kv.manifest import build_manifest
 from farfill.telemetry.metrics import WorkerMetrics
 from farfill.transfer.protocol import OutgoingTransfer, TransferSender, TransferStats
 from farfill.transfer.tickets import TicketVerifier
-from farfill.wire.control import PrefillCommand, PrefillReport
-from farfill.worker.http import message_response, read_message
+from farfill.wire.control import ChunkRetryMessage, PrefillCommand, PrefillReport
+from farfill.worker.http import log_as, message_response, read_message
 from farfill.worker.media import media_inputs
 from farfill.worker.sinks import TransferSink
 
@@ -37,6 +37,7 @@ class PrefillService:
     async def handle(self, request: web.Request) -> web.StreamResponse:
         """Answers when the receiver has confirmed the complete set, or says why it never will."""
         command = await read_message(request, PrefillCommand)
+        log_as(command.request_id)
         ticket = self._checked_ticket(command)
         media = media_inputs(self.engine, command.token_ids, command.media, command.position_offset)
         if media is not None:
@@ -146,4 +147,5 @@ def _report(prefill: PrefillStats, sent: TransferStats) -> PrefillReport:
         codec=sent.codec,
         link_bytes_per_s=sent.link_bytes_per_s or 0.0,
         link_rtt_s=sent.link_rtt_s or 0.0,
+        retries=[ChunkRetryMessage(retry.chunk, retry.reason, retry.at_s) for retry in sent.retries],
     )

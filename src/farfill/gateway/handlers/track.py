@@ -16,7 +16,7 @@ from farfill.gateway.observe import OutcomeName, RequestSummary
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.place import Placed
-from farfill.gateway.records import LegError, RequestRecord
+from farfill.gateway.records import LegError, RequestRecord, TryRecord
 from farfill.gateway.service import GatewayService
 
 log = structlog.get_logger("farfill.gateway")
@@ -38,6 +38,7 @@ class RequestTracker:
         self.stream = False
         self.tenant = ""
         self._stages_s: dict[str, float] = {}
+        self._stages_at_s: dict[str, float] = {}
         self._records: list[RequestRecord] = []
         self._generations: list[Generation] = []
         self._trails: list[tuple[RequestRecord, DecisionTrail]] = []
@@ -47,6 +48,7 @@ class RequestTracker:
     def stage(self, name: str) -> Iterator[None]:
         """Count the seconds of one pipeline step."""
         began_s = self._clock.now_s()
+        self._stages_at_s.setdefault(name, began_s - self.accepted_s)
         try:
             yield
         finally:
@@ -55,17 +57,19 @@ class RequestTracker:
     def prompts(self, lengths: list[int]) -> None:
         """The request has these prompts."""
         for i, length in enumerate(lengths):
-            self._records.append(
-                RequestRecord(
-                    request_id=self.request_id if i == 0 else f"{self.request_id}-{i}",
-                    endpoint=self._endpoint,
-                    model=self.model,
-                    accepted_unix_s=self.accepted_unix_s,
-                    stream=self.stream,
-                    tenant=self.tenant,
-                    prompt_tokens=length,
-                )
+            record = RequestRecord(
+                request_id=self.request_id if i == 0 else f"{self.request_id}-{i}",
+                endpoint=self._endpoint,
+                model=self.model,
+                accepted_unix_s=self.accepted_unix_s,
+                stream=self.stream,
+                tenant=self.tenant,
+                prompt_tokens=length,
+                stages_s=self._stages_s,
+                stages_at_s=self._stages_at_s,
             )
+            self._records.append(record)
+            self._service.records.begin(record)
 
     def placed(self, i: int) -> Callable[[Placed], None]:
         """What to tell of prompt `i`'s placement."""
@@ -81,6 +85,16 @@ class RequestTracker:
             record.expected_hit_tokens, record.expected_far_hit_tokens = found.hit_tokens, found.far_hit_tokens
             record.uncached_tokens = placement.uncached_tokens
             record.threshold_tokens = placement.threshold_tokens
+            record.tries.append(
+                TryRecord(
+                    at_s=self._clock.now_s() - self.accepted_s,
+                    took_s=found.took_s,
+                    decode_instance=placement.decode.name,
+                    prefill_instance=record.prefill_instance,
+                    reason=record.reason,
+                )
+            )
+            record.decisions = [*record.decisions, *found.trail.decisions]
             self._trails.append((record, found.trail))
 
         return told
@@ -93,6 +107,8 @@ class RequestTracker:
         """The request ended: tell the observer, log, and publish each record once its far leg ended too."""
         duration_s = self._clock.now_s() - self.accepted_s
         outcome = "cancelled" if cancelled else _outcome(error)
+        for record, _ in self._trails:
+            record.decisions = []  # more was decided since it was placed
         for record, trail in self._trails:
             record.decisions = [*record.decisions, *trail.decisions]
             if self._service.decision_log is not None:

@@ -180,7 +180,12 @@ class PrefillLeg:
             async with asyncio.timeout(ctx.silence_s):
                 reply = await ctx.client.continue_transfer(failed.decode, failed.transfer_id, command)
         except (FarfillError, TimeoutError) as error:
-            log.warning("prefill_not_continued", transfer_id=failed.transfer_id, error=str(error))
+            log.warning(
+                "prefill_not_continued",
+                request_id=self._job.request_id,
+                transfer_id=failed.transfer_id,
+                error=str(error),
+            )
             ctx.observer.prefill_continued(str(failure.label), "refused")
             return False
         self._take_over(failure, failed, attempt, reply.held_bytes)
@@ -241,6 +246,7 @@ class PrefillLeg:
         ctx, attempt = self._ctx, self._attempt
         log.warning(
             "prefill_leg_failed",
+            request_id=self._job.request_id,
             transfer_id=attempt.transfer_id,
             prefill=attempt.prefill.name,
             decode=attempt.decode.name,
@@ -252,4 +258,9 @@ class PrefillLeg:
                 await ctx.client.fail_transfer(attempt.decode, attempt.transfer_id, failure.label, failure.detail)
         except (FarfillError, TimeoutError) as error:
             # Decode still has its own limit on silence.
-            log.warning("transfer_failure_not_told", transfer_id=attempt.transfer_id, error=str(error))
+            log.warning(
+                "transfer_failure_not_told",
+                request_id=self._job.request_id,
+                transfer_id=attempt.transfer_id,
+                error=str(error),
+            )
