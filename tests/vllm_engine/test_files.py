@@ -40,7 +40,7 @@ BREAKERS: dict[str, tuple[Callable[[dict[str, Any], Path], None], str]] = {
 
 def _ask(pair: Pair, params: dict[str, Any], *, max_tokens: int = 24) -> dict[str, Any]:
     async def ask() -> dict[str, Any]:
-        api = VllmApi(pair.decode.folder / "api.sock")
+        api = VllmApi(pair.decode.endpoint)
         await api.open()
         try:
             return await api.once(

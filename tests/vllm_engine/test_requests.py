@@ -126,9 +126,9 @@ def test_what_vllm_cannot_do_is_refused_with_the_field(pair: Pair) -> None:
     assert caught.value.param == "bad_words"
     with pytest.raises(InvalidRequestError, match="token ids"):
         start_local(pair.decode, (1, 100_000))
-    with pytest.raises(InvalidRequestError, match="4095 are possible"):
+    with pytest.raises(InvalidRequestError, match="room for 4095"):
         start_local(pair.decode, prompt_of(4096))
-    with pytest.raises(InvalidRequestError, match="from 2"):
+    with pytest.raises(InvalidRequestError, match="at least 2"):
         start_prefill(pair.prefill, (1,))
 
 

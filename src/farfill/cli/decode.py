@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from farfill.cli.run_role import pick_worker, run_until_stopped, start_logging
-from farfill.config.load import check_model_files, load_config
+from farfill.config.load import LoadedConfig, check_model_files, load_config
 from farfill.core.cluster import Role
 
 
@@ -23,7 +23,11 @@ def decode(
 def run_worker_role(config: Path, role: Role, name: str | None) -> None:
     """Run worker `name`, or the only one of `role`, until it is told to stop."""
     loaded = load_config(config)
-    name = pick_worker(loaded, role, name)
+    run_worker_named(loaded, pick_worker(loaded, role, name))
+
+
+def run_worker_named(loaded: LoadedConfig, name: str) -> None:
+    """Run worker `name` until it is told to stop."""
     check_model_files(loaded)
     worker = loaded.config.workers[name]
     start_logging(loaded, role=str(worker.role), site=worker.site, name=name)

@@ -20,6 +20,7 @@ from farfill.cli.replay import replay
 from farfill.cli.simulate import simulate
 from farfill.cli.up import up
 from farfill.cli.version import version
+from farfill.cli.worker import worker
 from farfill.core.errors import ConfigError, FarfillError
 
 app = typer.Typer(
@@ -32,6 +33,7 @@ app.command()(gateway)
 app.command()(registry)
 app.command()(decode)
 app.command()(prefill)
+app.command()(worker)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.add_typer(pki.app, name="pki")

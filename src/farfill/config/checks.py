@@ -116,6 +116,8 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
         )
 
 
+    if engine.type != "vllm" and engine.attach is not None:
+        yield Problem(("engine", "attach"), f"engine.type is {engine.type}", "set engine.type: vllm")
 def _routing_problems(config: ClusterConfig) -> Iterator[Problem]:
     routing = config.routing
     for low, high in (
@@ -203,6 +205,8 @@ def _endpoints(config: ClusterConfig) -> Iterator[_Endpoint]:
 def _endpoint_problem(endpoint: _Endpoint) -> Problem | None:
     listen_key = str(endpoint.path[-1])
     advertise_key = listen_key.replace("listen", "advertise")
+        if worker.vllm_listen is not None:
+            yield _Endpoint(("workers", name, "vllm_listen"), name, worker.vllm_listen, worker.vllm_listen)
     for key, address in ((listen_key, endpoint.listen), (advertise_key, endpoint.reached_at)):
         port = split_address(address)[1]
         if not 1 <= port <= 65535:

@@ -137,6 +137,14 @@ class EngineConfig(Section):
         description="Further flags of vLLM. With engine.type vllm, engine.threads, prefix_cache_mb and what follows"
         " are vLLM's own business: set them here.",
     )
+    attach: str | None = Field(
+        default=None,
+        pattern=r"^(https?://[^/\s]+|unix:/.+)/?$",
+        examples=["http://127.0.0.1:8000", "unix:/run/vllm.sock"],
+        description="With engine.type vllm: a vLLM that runs already on this host with Farfill's connector, to be used"
+        " and left running; unset: the worker starts one.",
+    )
+    attach_key: SecretRef | None = Field(default=None, description="What that vLLM's --api-key wants.")
     device: str = Field(
         default="cpu",
         pattern=r"^(cpu|cuda(:\d+)?|mps)$",
@@ -295,6 +303,11 @@ class WorkerConfig(Section):
     transfer_advertise: Address | None = Field(
         default=None, description="Address the dialling side reaches it at; unset: transfer_listen."
     )
+    vllm_listen: Address | None = Field(
+        default=None,
+        description="With engine.type vllm: address of vLLM's own API for stock routers (vllm-router), plain HTTP; where"
+        " it decodes, the worker then signs tickets and needs tickets.signing_key.",
+    )
 
 
 class TlsConfig(Section):
@@ -313,7 +326,8 @@ class TlsConfig(Section):
 
 class TicketConfig(Section):
     signing_key: SecretRef = Field(
-        examples=["file:pki/ticket.key"], description="Ed25519 private key (PEM); only the gateway reads it."
+        examples=["file:pki/ticket.key"],
+        description="Ed25519 private key (PEM); read by gateways, and by decode workers with vllm_listen.",
     )
     public_key: SecretRef = Field(
         examples=["file:pki/ticket.pub"], description="Ed25519 public key (PEM); workers verify tickets with it."

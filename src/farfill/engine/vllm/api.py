@@ -1,4 +1,4 @@
-"""vLLM's token-in, token-out API (`/inference/v1/generate`) over a Unix socket."""
+"""vLLM's API for token ids, over a Unix socket or at a URL: `/inference/v1/generate`, or else `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,23 @@ import aiohttp
 
 from farfill.core.errors import EngineError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
+from farfill.engine.vllm.completions import from_completion, to_completion
 
-_HOST = "http://vllm"
 _DATA = b"data: "
+_GENERATE = "/inference/v1/generate"
+_PROBE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where a vLLM answers: at `url`, through `socket` if there is one, to whoever has `api_key` if it wants one."""
+
+    url: str = "http://vllm"
+    socket: Path | None = None
+    api_key: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return str(self.socket) if self.socket is not None else self.url
 
 
 def sampling_fields(sampling: SamplingParams, max_tokens: int) -> dict[str, Any]:
@@ -54,14 +69,35 @@ def sampling_fields(sampling: SamplingParams, max_tokens: int) -> dict[str, Any]
 class VllmApi:
     """One vLLM server. Use on one event loop."""
 
-    def __init__(self, socket: Path) -> None:
-        self._socket = socket
+    def __init__(self, endpoint: Endpoint) -> None:
+        self._endpoint = endpoint
         self._session: aiohttp.ClientSession | None = None
+        self._completions_model = ""
 
     async def open(self) -> None:
         """Make the session."""
-        connector = aiohttp.UnixConnector(str(self._socket), limit=0)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        socket, key = self._endpoint.socket, self._endpoint.api_key
+        connector = aiohttp.TCPConnector(limit=0) if socket is None else aiohttp.UnixConnector(str(socket), limit=0)
+        headers = {"Authorization": f"Bearer {key}"} if key else None
+        timeout = aiohttp.ClientTimeout(total=None)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+
+    async def find_dialect(self) -> None:
+        """Ask which of its endpoints for token ids it has open. Raises EngineError, ConfigError for a wrong key."""
+        assert self._session is not None
+        try:
+            async with asyncio.timeout(_PROBE_S):
+                async with self._session.post(f"{self._endpoint.url}{_GENERATE}", json={}) as response:
+                    status = response.status
+                if status not in (403, 404):
+                    return  # it complains of what is missing in the body
+                async with self._session.get(f"{self._endpoint.url}/v1/models") as response:
+                    body = await response.read()
+                    if response.status != 200:
+                        raise _refusal(response.status, body)
+                    self._completions_model = json.loads(body)["data"][0]["id"]
+        except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
+            raise EngineError(f"vLLM does not say what it serves: {error or 'timeout'}") from error
 
     async def close(self) -> None:
         """Idempotent."""
@@ -71,7 +107,7 @@ class VllmApi:
     async def once(self, body: dict[str, Any]) -> dict[str, Any]:
         """The whole answer of one request. Cancelling withdraws it."""
         async with self._post(body) as response:
-            return json.loads(await response.read())
+            return self._read(await response.read())
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The parts of an answer as they come. Closing the iterator withdraws the request."""
@@ -82,7 +118,7 @@ class VllmApi:
                 data = line[len(_DATA) :].strip()
                 if data == b"[DONE]":
                     return
-                part = json.loads(data)
+                part = self._read(data)
                 if "error" in part:
                     raise _failure(part)
                 yield part
@@ -99,7 +135,7 @@ class VllmApi:
     async def _get(self, path: str, timeout_s: float) -> tuple[int, bytes]:
         assert self._session is not None
         try:
-            async with asyncio.timeout(timeout_s), self._session.get(f"{_HOST}{path}") as response:
+            async with asyncio.timeout(timeout_s), self._session.get(f"{self._endpoint.url}{path}") as response:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineError(f"vLLM does not answer {path}: {error or 'timeout'}") from error
@@ -107,13 +143,20 @@ class VllmApi:
     @contextlib.asynccontextmanager
     async def _post(self, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
         assert self._session is not None
+        path = _GENERATE
+        if self._completions_model:
+            path, body = "/v1/completions", to_completion(body, self._completions_model)
         try:
-            async with self._session.post(f"{_HOST}/inference/v1/generate", json=body) as response:
+            async with self._session.post(f"{self._endpoint.url}{path}", json=body) as response:
                 if response.status != 200:
                     raise _refusal(response.status, await response.read())
                 yield response
         except aiohttp.ClientError as error:
             raise EngineError(f"vLLM does not answer: {error}") from error
+
+    def _read(self, data: bytes) -> dict[str, Any]:
+        answer = json.loads(data)
+        return from_completion(answer) if self._completions_model else answer
 
 
 def _refusal(status: int, body: bytes) -> Exception:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import msgspec
 import structlog
 import torch
 import vllm
@@ -28,6 +29,7 @@ from farfill.core.layout import KVLayout, TensorKind
 from farfill.engine.vllm.layout import layout_of
 from farfill.engine.vllm.messages import (
     CACHE_VERSION,
+    LINE_SOCKET,
     Alive,
     CacheTensor,
     Exported,
@@ -132,6 +134,10 @@ def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, 
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
         tensors=tensors,
+        model=str(vllm_config.model_config.model),
+        kv_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
+        prioritizes=vllm_config.scheduler_config.policy == "priority",
+        grammar_backend=str(vllm_config.structured_outputs_config.backend),
     )
 
 
@@ -208,12 +214,17 @@ def _as_bytes(tensor: torch.Tensor, num_blocks: int) -> torch.Tensor:
     return storage.as_strided((num_blocks, nbytes * ratio), (stride * ratio, 1))
 
 
+def _layout(hello: Hello, chunk_tokens: int) -> KVLayout:
+    """The engine's, with the tensors of all ranks, which are made of the same."""
+    return layout_of([msgspec.structs.replace(hello, rank=rank) for rank in range(hello.ranks)], chunk_tokens)
+
+
 class BlockCopier:
     """One worker's copies. Used by vLLM's worker thread only; remembers nothing of a request from step to step."""
 
-    def __init__(self, kv_cache_config: Any, kv_caches: dict[str, Any], hello: Hello, chunk_tokens: int) -> None:
+    def __init__(self, kv_cache_config: Any, kv_caches: dict[str, Any], hello: Hello) -> None:
         self._hello = hello
-        self._layout: KVLayout = layout_of([hello], chunk_tokens)
+        self._layout: KVLayout = _layout(hello, 1)
         groups = kv_cache_config.kv_cache_groups
         group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
         self._sources = [
@@ -224,10 +235,18 @@ class BlockCopier:
         self._socket: socket.socket | None = None
         self._told_s = 0.0
 
-    def connect(self, path: str) -> None:
-        """Open the line to the engine. Raises OSError when nobody is there."""
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.connect(path)
+    def attach(self, folder: str, chunk_tokens: int) -> None:
+        """Open the line to the engine that made `folder`; one to another engine ends. Nobody there: a log line."""
+        self.close()
+        self._layout = _layout(self._hello, chunk_tokens)
+        line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            line.connect(os.path.join(folder, LINE_SOCKET))
+        except OSError as error:
+            line.close()
+            _log.warning("engine_unreachable", folder=folder, detail=str(error))
+            return
+        self._socket = line
         self._tell(self._hello)
 
     def close(self) -> None:
@@ -260,12 +279,20 @@ class BlockCopier:
         with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
             os.unlink(path)
             data = torch.frombuffer(memory, dtype=torch.uint8)
-            for piece in manifest.pieces:
+            for piece in self._own(manifest):
                 if piece.start_token < item.valid_tokens or item.valid_tokens == item.num_tokens:
                     self._copy_in(piece, item, manifest, data[offsets[piece.index] :])
 
+    def _own(self, manifest: Manifest) -> Iterator[Piece]:
+        """The pieces of this rank's tensors."""
+        first = self._hello.rank * len(self._sources)
+        return (piece for piece in manifest.pieces if first <= piece.tensor < first + len(self._sources))
+
+    def _source_of(self, piece: Piece) -> _Source:
+        return self._sources[piece.tensor - self._hello.rank * len(self._sources)]
+
     def _copy_in(self, piece: Piece, item: Import, manifest: Manifest, data: torch.Tensor) -> None:
-        source = self._sources[piece.tensor]
+        source = self._source_of(piece)
         window = manifest.layout.tensors[piece.tensor].kind is TensorKind.WINDOW
         wanted: list[tuple[int, int]] = []
         for row, (position, block) in enumerate(self._blocks_of(piece, item.block_ids[source.group], source)):
@@ -283,7 +310,7 @@ class BlockCopier:
         done: list[int] = []
         with open(export.file, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
             data = torch.frombuffer(memory, dtype=torch.uint8)
-            for piece in manifest.pieces:
+            for piece in self._own(manifest):
                 grows = manifest.layout.tensors[piece.tensor].kind.grows
                 if not last and not grows:
                     continue
@@ -295,7 +322,7 @@ class BlockCopier:
         return done
 
     def _copy_out(self, piece: Piece, export: Export, grows: bool, data: torch.Tensor) -> None:
-        source = self._sources[piece.tensor]
+        source = self._source_of(piece)
         wanted: list[tuple[int, int]] = []
         for row, (position, block) in enumerate(self._blocks_of(piece, export.block_ids[source.group], source)):
             end = min((position + 1) * source.block_tokens, export.num_tokens)
@@ -323,6 +350,6 @@ class BlockCopier:
         try:
             send(self._socket, message)
         except OSError as error:
-            # The engine is gone and with it all its requests; vLLM is stopped by whoever started both.
+            # The engine is gone and with it all its requests; whoever started vLLM ends it, or attaches anew.
             _log.warning("engine_gone", detail=str(error))
             self.close()

@@ -5,6 +5,9 @@
 and one in each worker process, which copies. Everything else (network, TLS, tickets, resume, budgets, fallback) is the
 engine's that runs beside vLLM: vLLM hears of a request only when its KV has landed on this host, so it never waits.
 
+Started by a worker, it finds the worker's folder among its settings; otherwise a worker tells it with a request
+(`engine.vllm.attached`), and until then it does nothing.
+
 A file that is missing, too short or for other tokens counts as no KV at all: vLLM then computes the prompt itself.
 """
 
@@ -27,7 +30,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from farfill.engine.vllm.blocks import BlockCopier, Export, Import, describe_cache, rank_file
-from farfill.engine.vllm.messages import PARAMS_KEY, ExportParams, ImportParams, read_params
+from farfill.engine.vllm.files import folder_problem
+from farfill.engine.vllm.messages import (
+    PARAMS_KEY,
+    AttachParams,
+    ExportParams,
+    ImportParams,
+    Params,
+    prompt_digest,
+    read_params,
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -38,6 +50,7 @@ class _Plan(KVConnectorMetadata):
 
     exports: list[Export] = field(default_factory=list[Export])
     imports: list[Import] = field(default_factory=list[Import])
+    attach: AttachParams | None = None
 
 
 @dataclass
@@ -69,8 +82,9 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         option = self._kv_transfer_config.get_from_extra_config
-        self._socket_path = str(option("socket", ""))
-        self._folder = os.path.realpath(str(option("folder", "")))
+        # Empty until a worker attaches, unless a worker started this vLLM.
+        folder = str(option("folder", ""))
+        self._folder = os.path.realpath(folder) if folder else ""
         self._chunk_tokens = int(option("prefill_chunk_tokens", 512))
         self._ranks = range(vllm_config.parallel_config.world_size)
         self._exporting: dict[str, _Exporting] = {}
@@ -88,6 +102,9 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         """Tokens that lie in the request's file beyond what vLLM has itself."""
         params = self._params_of(request)
+        if isinstance(params, AttachParams):
+            self._attach(request, params)
+            return 0, False
         if not isinstance(params, ImportParams) or params.valid_tokens <= num_computed_tokens:
             return 0, False
         problem = self._keep_file(request, params)
@@ -160,14 +177,26 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         self._forget_file(request.request_id)
         return False, None
 
-    def _params_of(self, request: Any) -> ExportParams | ImportParams | None:
+    def _attach(self, request: Any, params: AttachParams) -> None:
+        request.kv_transfer_params[PARAMS_KEY] = None
+        problem = folder_problem(params.folder)
+        if problem:
+            _log.warning("attach_refused", folder=params.folder, detail=problem)
+            return
+        _log.info("attached", folder=params.folder)
+        self._folder = params.folder
+        self._plan.attach = params
+
+    def _params_of(self, request: Any) -> Params | None:
         try:
             params = read_params(request.kv_transfer_params)
         except msgspec.ValidationError as error:
             _log.warning("kv_transfer_params_refused", request_id=request.request_id, detail=str(error))
             return None
+        if params is None or isinstance(params, AttachParams):
+            return params
         # Paths come with requests: none may lead out of the folder that the engine made.
-        if params is not None and os.path.dirname(os.path.realpath(params.file)) != self._folder:
+        if not self._folder or os.path.dirname(os.path.realpath(params.file)) != self._folder:
             _log.warning("kv_transfer_params_refused", request_id=request.request_id, detail="file elsewhere")
             return None
         if isinstance(params, ExportParams) and params.num_tokens != request.num_prompt_tokens:
@@ -181,6 +210,8 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
             return ""
         if params.num_tokens != request.num_prompt_tokens - 1 or params.valid_tokens > params.num_tokens:
             return f"for {params.num_tokens} tokens, {params.valid_tokens} valid, of a prompt of other length"
+        if params.digest and params.digest != prompt_digest(request.prompt_token_ids):
+            return "for another prompt of the same length"
         self._kept += 1  # choices of one request bring the same file
         importing = _Importing(params, f"{params.file}.{self._kept}")
         self._importing[request.request_id] = importing
@@ -210,15 +241,17 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Tell the engine what this cache is made of."""
         hello = describe_cache(self._vllm_config, self._kv_cache_config, kv_caches)
-        self._copier = BlockCopier(self._kv_cache_config, kv_caches, hello, self._chunk_tokens)
-        if self._socket_path:
-            self._copier.connect(self._socket_path)
+        self._copier = BlockCopier(self._kv_cache_config, kv_caches, hello)
+        if self._folder:
+            self._copier.attach(self._folder, self._chunk_tokens)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy what this step's requests bring along, before the model reads it."""
         plan = self._get_connector_metadata()
         assert self._copier is not None
         assert isinstance(plan, _Plan)
+        if plan.attach is not None:
+            self._copier.attach(plan.attach.folder, plan.attach.chunk_tokens)
         for item in plan.imports:
             self._copier.load(item)
 

@@ -6,10 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TypeVar
 
 import structlog
 
@@ -29,11 +29,13 @@ from farfill.engine.protocol import (
     PrefillWork,
     TokenSink,
 )
-from farfill.engine.vllm.api import VllmApi, sampling_fields
+from farfill.engine.requests import check_valid_tokens, check_work, output_tokens, prepare_grammar
+from farfill.engine.vllm.api import Endpoint, VllmApi, sampling_fields
+from farfill.engine.vllm.attached import AttachedServer
 from farfill.engine.vllm.files import KVFile, KVFolder
 from farfill.engine.vllm.health import Vitals, read_vitals
 from farfill.engine.vllm.jobs import GenerateJob, Job, PrefillJob
-from farfill.engine.vllm.messages import Alive, Exported, ExportFailed, Message
+from farfill.engine.vllm.messages import Alive, Exported, ExportFailed, ImportParams, Message, import_params
 from farfill.engine.vllm.server import VllmServer
 from farfill.kv.manifest import build_manifest
 
@@ -42,7 +44,20 @@ ANSWER_S = 5.0
 # Longer than vLLM takes to compile a kernel for a new shape.
 STALL_S = 120.0
 
+_NO_GRAMMARS = "grammars and schemas need vLLM started with --structured-outputs-config.backend=guidance"
+
+_Work = TypeVar("_Work", PrefillWork, GenerateWork)
+
 _log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What this vLLM can do. `seeds_in_one_step`: it dies when a seeded request's prompt takes several steps."""
+
+    seeds_in_one_step: bool = False
+    prioritizes: bool = True
+    grammars: bool = True
 
 
 class VllmEngine:
@@ -52,17 +67,14 @@ class VllmEngine:
         self,
         info: EngineInfo,
         vocabulary: Vocabulary,
-        server: VllmServer,
+        server: VllmServer | AttachedServer,
         folder: KVFolder,
         *,
         max_queue: int,
         stall_s: float = STALL_S,
-        seeds_in_one_step: bool = False,
+        traits: Traits | None = None,
     ) -> None:
-        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead.
-
-        `seeds_in_one_step`: vLLM dies when a prompt of a request with a seed takes more than one step.
-        """
+        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead."""
         self.info = info
         # vLLM makes its own multimodal prompts, which the connector does not move yet.
         self.media: MediaProcessor | None = None
@@ -70,13 +82,13 @@ class VllmEngine:
         self._server = server
         self._folder = folder
         self._max_queue = max_queue
-        self._api = VllmApi(server.socket)
+        self._api = VllmApi(server.endpoint)
         self._loop = asyncio.new_event_loop()
         self._thread = Thread(target=self._run, name="farfill-vllm", daemon=True)
         self._jobs: set[Job] = set()
         self._exporting: dict[str, Job] = {}
         self._stall_s = stall_s
-        self._seeds_in_one_step = seeds_in_one_step
+        self._traits = traits or Traits()
         self._heard_s = time.monotonic()
         self._vitals = Vitals()
         self._dead = ""
@@ -87,6 +99,16 @@ class VllmEngine:
     def folder(self) -> Path:
         """Where sockets and shared memory are."""
         return self._folder.path
+
+    @property
+    def blocks(self) -> BlockLedger | None:
+        """vLLM does not tell."""
+        return None
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where vLLM answers."""
+        return self._server.endpoint
 
     def log(self, lines: int) -> str:
         """The last lines that vLLM wrote."""
@@ -100,11 +122,6 @@ class VllmEngine:
         waiting = [job for job in jobs if job.waiting]
         vitals = self._vitals
         # vLLM's own number stays as it was in its last step: idle, it holds nothing.
-    @property
-    def blocks(self) -> BlockLedger | None:
-        """vLLM does not tell."""
-        return None
-
         usage = vitals.kv_usage if jobs else 0.0
         return EngineLoad(
             queued_tokens=sum(job.tokens for job in waiting),
@@ -140,54 +157,61 @@ class VllmEngine:
 
     def prefill(self, work: PrefillWork, sink: PrefillSink) -> PrefillHandle:
         """Hand `prompt[:-1]` to vLLM. Raises InvalidRequestError, CapacityError or EngineError."""
-        self._check(work.prompt, at_least=2)
+        self._check(work, at_least=2)
         file = self._folder.open(build_manifest(self.info.layout, len(work.prompt) - 1))
-        job = PrefillJob(work, sink, file, api=self._api, loop=self._loop, over=self._over)
+        job = PrefillJob(self._ranked(work), sink, file, api=self._api, loop=self._loop, over=self._over)
         self._launch(job)
         return job
 
     def reserve(self, work: GenerateWork) -> KVSlot:
         """Shared memory for the prompt's KV; vLLM finds room for the rest when it is asked to generate."""
-        self._check(work.prompt, at_least=2)
-        file = self._folder.open(build_manifest(self.info.layout, len(work.prompt) - 1))
-        return file
+        self._check(work, at_least=2)
+        return self.reserve_tokens(len(work.prompt) - 1)
+
+    def reserve_tokens(self, num_tokens: int) -> KVFile:
+        """The same for a prompt of which only its length is known. Raises CapacityError, InvalidRequestError."""
+        if not 1 <= num_tokens < self.info.max_context_tokens:
+            raise InvalidRequestError(f"KV of {num_tokens} tokens does not fit the context", param="num_tokens")
+        return self._folder.open(build_manifest(self.info.layout, num_tokens))
+
+    def import_of(self, slot: KVSlot, valid_tokens: int, digest: str) -> dict[str, object]:
+        """`kv_transfer_params` for somebody else's request: use `slot` if the prompt is that of `digest`."""
+        assert isinstance(slot, KVFile)
+        params = ImportParams(slot.key, str(slot.path), slot.nbytes, slot.manifest.num_tokens, valid_tokens, digest)
+        return import_params(params)
 
     def prepare(self, sampling: SamplingParams) -> Future[None]:
         """Compile a grammar within our bounds: vLLM, which compiles it again, has none."""
-        done: Future[None] = Future()
-        done.set_running_or_notify_cancel()  # others may wait for the same grammar: nobody may cancel it
-        if not sampling.grammar:
-            done.set_result(None)
-            return done
-
-        def pass_on(compiled: Future[Any]) -> None:
-            error = compiled.exception()
-            done.set_result(None) if error is None else done.set_exception(error)
-
-        self._vocabulary.grammars.prepare(sampling.grammar).add_done_callback(pass_on)
-        return done
+        if sampling.grammar and not self._traits.grammars:
+            refused: Future[None] = Future()
+            refused.set_exception(InvalidRequestError(_NO_GRAMMARS, param="response_format"))
+            return refused
+        return prepare_grammar(self._vocabulary, sampling)
 
     def generate(
         self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0
     ) -> Cancellable:
         """Hand the prompt to vLLM, with what `slot` holds of its KV. When this raises, `slot` is still the caller's."""
-        self._check(work.prompt, at_least=1)
+        self._check(work, at_least=1)
+        most_tokens = output_tokens(self.info, work)
+        if work.sampling.grammar and not self._traits.grammars:
+            raise InvalidRequestError(_NO_GRAMMARS, param="response_format")
         num_tokens = len(work.prompt) - 1
-        if slot is not None and (not isinstance(slot, KVFile) or slot.manifest.num_tokens != num_tokens):
+        if slot is None:
+            if valid_tokens:
+                raise InvalidRequestError("valid_tokens needs a slot that holds them", param="valid_tokens")
+        elif isinstance(slot, KVFile):
+            check_valid_tokens(slot.manifest, num_tokens, valid_tokens)
+        else:
             raise InvalidRequestError("the slot was reserved for other work", param="slot")
-        whole = valid_tokens in (0, num_tokens) or self.info.layout.can_continue_at(valid_tokens)
-        if not whole or (slot is None and valid_tokens):
-            raise InvalidRequestError(f"KV of {valid_tokens} tokens cannot be continued from", param="valid_tokens")
         seeded = work.sampling.seed is not None and work.sampling.temperature > 0
-        compute_first = self._seeds_in_one_step and seeded and valid_tokens < num_tokens
-        fields = sampling_fields(
-            work.sampling, min(work.sampling.max_tokens, self.info.max_context_tokens - len(work.prompt))
-        )
+        compute_first = self._traits.seeds_in_one_step and seeded and valid_tokens < num_tokens
+        fields = sampling_fields(work.sampling, most_tokens)
         file = slot
         if compute_first and file is None:
             file = self._folder.open(build_manifest(self.info.layout, num_tokens))
         job = GenerateJob(
-            work,
+            self._ranked(work),
             sink,
             file,
             valid_tokens=0 if compute_first else valid_tokens,
@@ -207,20 +231,18 @@ class VllmEngine:
             orphans = self._folder.orphans()
             assert not orphans, f"files of shared memory without an owner: {orphans}"
 
-    def _check(self, prompt: tuple[int, ...], *, at_least: int) -> None:
+    def _check(self, work: PrefillWork | GenerateWork, *, at_least: int) -> None:
         if self._dead:
             raise EngineError(f"the engine died: {self._dead}", reason="engine_dead")
         if self._closed:
             raise EngineError("the engine is closed")
         if len(self._jobs) >= self._max_queue:
             raise CapacityError(f"{self._max_queue} requests are under way", reason="queue_full")
-        longest = self.info.max_context_tokens - 1
-        if not at_least <= len(prompt) <= longest:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens; from {at_least} to {longest} are possible", param="prompt"
-            )
-        if not all(0 <= token < self.info.vocab_size for token in prompt):
-            raise InvalidRequestError(f"token ids must be from 0 to {self.info.vocab_size - 1}", param="prompt")
+        check_work(self.info, self.media, work, at_least=at_least)
+
+    def _ranked(self, work: _Work) -> _Work:
+        """vLLM refuses priorities unless it was started to heed them."""
+        return work if self._traits.prioritizes else replace(work, priority=0)
 
     def _launch(self, job: Job) -> None:
         self._jobs.add(job)
@@ -299,6 +321,7 @@ class VllmEngine:
 
     async def _begin(self) -> None:
         await self._api.open()
+        await self._api.find_dialect()
         self._watching = asyncio.ensure_future(self._watch())
 
     async def _end(self) -> None:

@@ -7,6 +7,7 @@ import mmap
 import os
 import secrets
 import shutil
+import stat
 import tempfile
 from pathlib import Path
 from threading import Lock
@@ -119,6 +120,22 @@ class KVFile:
         with contextlib.suppress(BufferError):  # a view is left: the mapping goes with it
             self._memory.close()
         self._folder.give_back(self.key, self.nbytes)
+
+
+def folder_problem(folder: str) -> str:
+    """Why `folder`, named by somebody else, cannot be a `KVFolder` of this user; empty when it can.
+
+    Who may ask vLLM for tokens must not be able to have KV written where others read it.
+    """
+    if os.path.realpath(folder) != folder or not os.path.basename(folder).startswith(_PREFIX):
+        return "not a folder of a Farfill worker"
+    try:
+        found = os.stat(folder)
+    except OSError as error:
+        return error.strerror or str(error)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        return "not a folder private to the user that vLLM runs as"
+    return ""
 
 
 def _is_key(name: str) -> bool:

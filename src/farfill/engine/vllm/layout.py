@@ -21,6 +21,8 @@ def layout_of(hellos: list[Hello], chunk_tokens: int) -> KVLayout:
     blocks = [t.block_tokens for hello in hellos for t in hello.tensors if t.block_tokens]
     step = lcm(*blocks) if blocks else 1
     tensors = tuple(_tensor(t, hello.rank, hello.ranks) for hello in hellos for t in hello.tensors)
+    if any(hello.tensors != hellos[0].tensors for hello in hellos):
+        raise ModelUnsupportedError("vLLM's ranks keep different caches (pipeline parallelism is not supported)")
     if not tensors:
         raise ModelUnsupportedError("vLLM keeps no cache for this model")
     return KVLayout(tensors, -(-chunk_tokens // step) * step)

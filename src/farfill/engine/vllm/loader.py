@@ -1,4 +1,4 @@
-"""From a model folder to a running vLLM: start it, learn the shape of its cache, know its fingerprint."""
+"""From a model folder to a running vLLM: start or find it, learn the shape of its cache, know its fingerprint."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
+from farfill.config.secrets import resolve_secret
 from farfill.core.errors import ConfigError, EngineError, FarfillError
 from farfill.engine.fingerprint import fingerprint
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import EngineInfo
-from farfill.engine.vllm.api import VllmApi
-from farfill.engine.vllm.engine import STALL_S, VllmEngine
+from farfill.engine.vllm.api import Endpoint, VllmApi
+from farfill.engine.vllm.attached import AttachedServer
+from farfill.engine.vllm.engine import STALL_S, Traits, VllmEngine
 from farfill.engine.vllm.files import KVFolder
 from farfill.engine.vllm.layout import identity_of, layout_of
+from farfill.engine.vllm.messages import Hello
 from farfill.engine.vllm.server import VllmServer
 
 START_TIMEOUT_S = 600.0
@@ -36,35 +39,24 @@ def load_engine(
     stopped: Callable[[], bool] = lambda: False,
     stall_s: float = STALL_S,
 ) -> VllmEngine:
-    """Start vLLM on the model folder and wait until it serves. `stall_s`: see `VllmEngine`.
+    """Start vLLM on the model folder, or attach to one, and wait until it serves. `stall_s`: see `VllmEngine`.
 
     Raises ConfigError for a folder that is none, ModuleNotFoundError where vLLM is not installed, EngineError when it
     does not come up, CancelledWorkError when `stopped` says so meanwhile.
     """
-    if importlib.util.find_spec("vllm") is None:
-        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     path = base_dir / model.path
     config = _read_config(path)
     folder = KVFolder(engine.kv_cache_mb * _MIB)
-    server = VllmServer(
-        path,
-        folder.path,
-        [
-            f"--dtype={model.dtype}",
-            f"--kv-cache-memory-bytes={engine.kv_cache_mb * _MIB}",
-            f"--max-num-seqs={engine.max_batch}",
-            # No step computes more of a prompt, so that its KV leaves while the rest is computed.
-            f"--max-num-batched-tokens={max(prefill.chunked_prefill_tokens, engine.max_batch)}",
-            *engine.vllm_args,
-        ],
-        chunk_tokens=prefill.chunked_prefill_tokens,
-    )
+    server: VllmServer | AttachedServer | None = None
     try:
+        server = _server(model, engine, prefill, base_dir, folder)
         hellos = server.wait_ready(START_TIMEOUT_S, stopped)
+        _check_same_model(hellos[0], path)
         layout = layout_of(hellos, prefill.chunked_prefill_tokens)
-        asyncio.run(_first_request(server.socket))
+        asyncio.run(_first_request(server.endpoint))
     except BaseException:
-        server.stop()
+        if server is not None:
+            server.stop()
         folder.close()
         raise
     info = EngineInfo(
@@ -74,7 +66,7 @@ def load_engine(
         layout=layout,
         max_context_tokens=hellos[0].max_model_len,
         vocab_size=int(config["vocab_size"]),
-        kv_total_bytes=engine.kv_cache_mb * _MIB,
+        kv_total_bytes=sum(hello.kv_bytes for hello in hellos) if engine.attach else engine.kv_cache_mb * _MIB,
     )
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     vocabulary = Vocabulary.of(tokenizer, _eos_ids(path, config), info.vocab_size)
@@ -85,16 +77,59 @@ def load_engine(
         folder,
         max_queue=engine.max_queue,
         stall_s=stall_s,
-        # vLLM 0.32 takes back random numbers of a step that ended inside a prompt; a CPU's generator cannot.
-        seeds_in_one_step=hellos[0].platform.startswith("cpu:"),
+        traits=Traits(
+            # vLLM 0.32 takes back random numbers of a step that ended inside a prompt; a CPU's generator cannot.
+            seeds_in_one_step=hellos[0].platform.startswith("cpu:"),
+            prioritizes=hellos[0].prioritizes,
+            grammars=hellos[0].grammar_backend == "guidance",
+        ),
     )
 
 
-async def _first_request(socket: Path) -> None:
+def _server(
+    model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_dir: Path, folder: KVFolder
+) -> VllmServer | AttachedServer:
+    if engine.attach is not None:
+        endpoint = _endpoint(engine.attach, engine.attach_key, base_dir)
+        return AttachedServer(endpoint, folder.path, chunk_tokens=prefill.chunked_prefill_tokens)
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    return VllmServer(
+        base_dir / model.path,
+        folder.path,
+        [
+            f"--served-model-name={model.name}",
+            f"--dtype={model.dtype}",
+            f"--kv-cache-memory-bytes={engine.kv_cache_mb * _MIB}",
+            f"--max-num-seqs={engine.max_batch}",
+            # No step computes more of a prompt, so that its KV leaves while the rest is computed.
+            f"--max-num-batched-tokens={max(prefill.chunked_prefill_tokens, engine.max_batch)}",
+            *engine.vllm_args,
+        ],
+        chunk_tokens=prefill.chunked_prefill_tokens,
+    )
+
+
+def _endpoint(url: str, key: str | None, base_dir: Path) -> Endpoint:
+    api_key = "" if key is None else resolve_secret(key, base_dir, private=True).decode().strip()
+    socket = Path(url.removeprefix("unix:")) if url.startswith("unix:") else None
+    return Endpoint(url="http://vllm" if socket else url.rstrip("/"), socket=socket, api_key=api_key)
+
+
+def _check_same_model(hello: Hello, path: Path) -> None:
+    """The fingerprint is of the files in `path`: KV of other weights under it would give wrong tokens."""
+    if not Path(hello.model).is_dir():
+        raise ConfigError(f"vLLM serves {hello.model}, no folder on this host: start it with the folder of model.path")
+    if Path(hello.model).resolve() != path.resolve():
+        raise ConfigError(f"vLLM serves {Path(hello.model).resolve()}, model.path is {path.resolve()}")
+
+
+async def _first_request(endpoint: Endpoint) -> None:
     """vLLM loads a few things, for seconds, with its first request; and one without our endpoint is found out now."""
-    api = VllmApi(socket)
+    api = VllmApi(endpoint)
     await api.open()
     try:
+        await api.find_dialect()
         async with asyncio.timeout(FIRST_REQUEST_S):
             sampling = {"max_tokens": 2, "temperature": 0.0, "detokenize": False}
             await api.once({"token_ids": [0, 0], "sampling_params": sampling})

@@ -8,8 +8,10 @@ pieces of the request's manifest one after the other. The connector sends messag
 
 from __future__ import annotations
 
+import hashlib
 import socket
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -17,6 +19,7 @@ from farfill.kv.manifest import Manifest
 
 CACHE_VERSION = 1
 PARAMS_KEY = "farfill"
+LINE_SOCKET = "line.sock"
 _ALIGN_BYTES = 64
 _MAX_BYTES = 16 * 1024 * 1024
 
@@ -36,7 +39,11 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
-    """First message of a vLLM worker process: what its cache is made of, and all that decides what its bytes mean."""
+    """First message of a vLLM worker process: what its cache is made of, and all that decides what its bytes mean.
+
+    The rest is how vLLM was started: `model` as it was told, `kv_bytes` of one rank's cache, whether it schedules by
+    priority, and what makes its grammars.
+    """
 
     cache_version: int
     vllm_version: str
@@ -47,6 +54,10 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     num_blocks: int
     max_model_len: int
     tensors: tuple[CacheTensor, ...]
+    model: str = ""
+    kv_bytes: int = 0
+    prioritizes: bool = True
+    grammar_backend: str = "guidance"
 
 
 class Exported(msgspec.Struct, tag="exported", frozen=True):
@@ -82,13 +93,32 @@ class ExportParams(msgspec.Struct, tag="export", frozen=True):
 
 
 class ImportParams(msgspec.Struct, tag="import", frozen=True):
-    """The first `valid_tokens` of the prompt's first `num_tokens` tokens are in `file`, which has `file_bytes`."""
+    """The first `valid_tokens` of the prompt's first `num_tokens` tokens are in `file`, which has `file_bytes`.
+
+    `digest`, where it is given, is that of the prompt the KV was computed for: whoever asks sent text, not token ids.
+    """
 
     key: str
     file: str
     file_bytes: int
     num_tokens: int
     valid_tokens: int
+    digest: str = ""
+
+
+class AttachParams(msgspec.Struct, tag="attach", frozen=True):
+    """From now on open the line in `folder`, and take and leave KV there."""
+
+    folder: str
+    chunk_tokens: int
+
+
+Params = ExportParams | ImportParams | AttachParams
+
+
+def attach_params(params: AttachParams) -> dict[str, object]:
+    """`kv_transfer_params` of a request that only tells the connector where we are."""
+    return {"do_remote_decode": False, "do_remote_prefill": False, PARAMS_KEY: msgspec.to_builtins(params)}
 
 
 def export_params(params: ExportParams) -> dict[str, object]:
@@ -101,11 +131,16 @@ def import_params(params: ImportParams) -> dict[str, object]:
     return {"do_remote_decode": False, "do_remote_prefill": True, PARAMS_KEY: msgspec.to_builtins(params)}
 
 
-def read_params(raw: object) -> ExportParams | ImportParams | None:
+def read_params(raw: object) -> Params | None:
     """Ours in `kv_transfer_params`; None when there are none. Raises msgspec.ValidationError."""
     if not isinstance(raw, dict) or raw.get(PARAMS_KEY) is None:
         return None
-    return msgspec.convert(raw[PARAMS_KEY], ExportParams | ImportParams)
+    return msgspec.convert(raw[PARAMS_KEY], Params)
+
+
+def prompt_digest(token_ids: Sequence[int]) -> str:
+    """Tells prompts apart, all tokens counted."""
+    return hashlib.blake2b(array("I", token_ids).tobytes(), digest_size=16).hexdigest()
 
 
 def piece_offsets(manifest: Manifest) -> tuple[list[int], int]:

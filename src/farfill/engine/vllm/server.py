@@ -21,9 +21,11 @@ from typing import IO
 
 from farfill.config.processes import start_child
 from farfill.core.errors import CancelledWorkError, ConfigError, EngineError
+from farfill.engine.vllm.api import Endpoint
 from farfill.engine.vllm.line import ConnectorLine
-from farfill.engine.vllm.messages import Hello
+from farfill.engine.vllm.messages import LINE_SOCKET, Hello
 
+API_SOCKET = "api.sock"
 _POLL_S = 0.25
 _STOP_S = 20.0
 _HEALTH_S = 5.0
@@ -37,14 +39,13 @@ class VllmServer:
     """One running vLLM, reached through Unix sockets in `folder`."""
 
     def __init__(self, model: Path, folder: Path, options: Sequence[str], *, chunk_tokens: int) -> None:
-        self.socket = folder / "api.sock"
-        self.line = ConnectorLine(folder / "line.sock")
+        self.endpoint = Endpoint(socket=folder / API_SOCKET)
+        self.line = ConnectorLine(folder / LINE_SOCKET)
         transfer = {
             "kv_connector": "FarfillConnector",
             "kv_connector_module_path": "farfill.engine.vllm.connector",
             "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "socket": str(self.line.path),
                 "folder": str(folder),
                 "prefill_chunk_tokens": chunk_tokens,
             },
@@ -54,10 +55,9 @@ class VllmServer:
             "-m",
             "vllm.entrypoints.openai.api_server",
             f"--model={model}",
-            f"--uds={self.socket}",
+            f"--uds={folder / API_SOCKET}",
             # Its endpoint for tokens alone; not --tokens-only, which leaves out the tokenizer that grammars need.
             "--enable-scale-out",
-            "--served-model-name=model",
             "--disable-uvicorn-access-log",
             "--structured-outputs-config.backend=guidance",
             "--scheduling-policy=priority",
@@ -122,7 +122,7 @@ class VllmServer:
         """Whether /health answers 200. The socket is there long before."""
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.settimeout(_HEALTH_S)
-            sock.connect(str(self.socket))
+            sock.connect(str(self.endpoint.socket))
             sock.sendall(b"GET /health HTTP/1.1\r\nHost: vllm\r\nConnection: close\r\n\r\n")
             return sock.recv(64).startswith(b"HTTP/1.1 200")
         return False

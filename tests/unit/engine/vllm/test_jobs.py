@@ -12,7 +12,7 @@ from aiohttp import web
 from farfill.core.errors import CancelledWorkError, EngineError, InvalidRequestError
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
 from farfill.engine.protocol import PrefillStats, PrefillWork
-from farfill.engine.vllm.api import VllmApi
+from farfill.engine.vllm.api import Endpoint, VllmApi
 from farfill.engine.vllm.files import KVFolder
 from farfill.engine.vllm.jobs import Job, PrefillJob
 from farfill.kv.manifest import build_manifest
@@ -86,7 +86,7 @@ async def bench(tmp_path: Path) -> AsyncIterator[Bench]:
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     await web.UnixSite(runner, str(tmp_path / "api.sock")).start()
-    api = VllmApi(tmp_path / "api.sock")
+    api = VllmApi(Endpoint(socket=tmp_path / "api.sock"))
     await api.open()
     folder = KVFolder(1 << 20)
     try:
