@@ -13,6 +13,7 @@ from farfill.engine.protocol import EngineInfo
 from farfill.wire.blocks import BLOCKS_PATH
 from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
+from farfill.worker.held import HeldService
 from farfill.worker.http import Handler, guard, message_response
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
@@ -46,6 +47,7 @@ class WorkerDeps:
     prefill: PrefillService | None
     decode: DecodeService | None
     render: RenderService
+    held: HeldService | None = None
     blocks: BlockService
     is_ready: Callable[[], bool]
     exposition: Callable[[], tuple[bytes, str]]
@@ -82,6 +84,11 @@ def build_worker_app(deps: WorkerDeps) -> web.Application:
     app.on_shutdown.append(deps.blocks.close)
     if deps.prefill is not None:
         app.router.add_post("/v1/prefill", for_gateway(deps.prefill.handle))
+    if deps.held is not None:
+        # Decode workers ask for what a stock router told them of.
+        decoders = frozenset({"gateway", str(Role.DECODE), str(Role.MIXED)})
+        push = guard(deps.held.push, cluster=deps.cluster, roles=decoders)
+        app.router.add_post("/v1/exports/{transfer_id}/push", push)
     if deps.decode is not None:
         app.router.add_post("/v1/decode", for_gateway(deps.decode.handle))
         app.router.add_post("/v1/transfers/{transfer_id}/fail", for_gateway(deps.decode.fail_transfer))

@@ -32,15 +32,18 @@ from farfill.telemetry.metrics import WorkerMetrics, exposition
 from farfill.transfer.encoder import lossy_form
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
-from farfill.transfer.tickets import TicketVerifier
+from farfill.transfer.tickets import TicketSigner, TicketVerifier
 from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.own_certificate import OwnCertificate
 from farfill.transport.tls import PeerIdentity, client_context, http_server_context, server_context
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
+from farfill.worker.fetch import FetchLimits, FetchService
+from farfill.worker.held import HeldService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
+from farfill.worker.vllm_front import HeldAt, VllmFront
 
 log = structlog.get_logger()
 
@@ -144,6 +147,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         lossy = lossy_form(config.kv_transfer, engine.info.layout)
         decode = DecodeService(name, engine, receiver, parts.verifier, parts.metrics, lossy=lossy)
     instance = _instance(parts)
+    front = await _open_front(parts, sender, receiver, stack) if worker.vllm_listen else None
     announcer = Announcer(
         registry_url=f"https://{config.registry.advertise or config.registry.listen}",
         ssl_context=parts.registry_tls,
@@ -159,20 +163,24 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         prefill=prefill,
         decode=decode,
         render=RenderService(engine),
+        held=None if front is None else front.held,
         blocks=BlockService(engine.blocks, instance.generation),
         is_ready=lambda: announcer.registered and not stop.is_set() and _engine_ready(engine),
         exposition=lambda: _exposition(parts),
     )
     http_tls = ServerContext(parts.http_tls)
-    watch = _certificates(parts, [end for end in (sender, receiver) if end is not None], http_tls, announcer)
+    ends = [end for end in (sender, receiver) if end is not None]
+    watch = _certificates(parts, ends, http_tls, announcer, None if front is None else front.fetch)
     await stack.enter_async_context(watch.running())
     await stack.enter_async_context(_http_server(deps, worker.listen, http_tls.context))
+    if front is not None and worker.vllm_listen is not None:
+        await stack.enter_async_context(_listening(front.build_app(), worker.vllm_listen, None))
     await stack.enter_async_context(announcer)
     log.info("worker_ready", fingerprint=engine.info.fingerprint)
     await _report_load(parts, receiver, announcer, stop)
     log.info("worker_draining", running=engine.load().running_sequences)
     await announcer.announce(state=InstanceState.DRAINING)
-    await _drain(engine, receiver)
+    await _drain(engine, receiver, front)
 
 
 async def _open_sender(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVSender:
@@ -209,8 +217,63 @@ async def _open_receiver(parts: _Parts, stack: contextlib.AsyncExitStack) -> KVR
     return receiver
 
 
+async def _open_front(
+    parts: _Parts, sender: KVSender | None, receiver: KVReceiver | None, stack: contextlib.AsyncExitStack
+) -> VllmFront:
+    """vLLM's own API for stock routers. Raises ConfigError with another engine."""
+    # Here, so that workers with another engine do not need what it needs.
+    from farfill.engine.vllm.engine import VllmEngine
+
+    engine, config, worker = parts.engine, parts.loaded.config, parts.worker
+    if not isinstance(engine, VllmEngine):
+        raise ConfigError(f"workers.{parts.name}.vllm_listen needs engine.type: vllm")
+    held = fetch = None
+    if sender is not None:
+        held = HeldService(
+            name=parts.name, engine=engine, sender=sender, verifier=parts.verifier, metrics=parts.metrics
+        )
+        stack.callback(held.close)
+    if receiver is not None:
+        key = resolve_secret(config.tickets.signing_key, parts.loaded.base_dir, private=True)
+        fetch = FetchService(
+            name=parts.name,
+            engine=engine,
+            receiver=receiver,
+            signer=TicketSigner(key),
+            metrics=parts.metrics,
+            clock=parts.clock,
+            tls=parts.client_tls,
+            target=worker.transfer_advertise or worker.transfer_listen or "",
+            limits=FetchLimits(
+                timeout_s=config.kv_transfer.timeout_ms / 1000,
+                lifetime_s=config.tickets.lifetime_s,
+                allow_fallback=config.routing.fallback_to_local_prefill,
+            ),
+        )
+        await fetch.open()
+        stack.push_async_callback(fetch.close)
+    front = VllmFront(
+        where=HeldAt(
+            prefill=parts.name,
+            url=f"https://{worker.advertise or worker.listen}",
+            transfer_address=worker.transfer_advertise or worker.transfer_listen or "",
+            fingerprint=engine.info.fingerprint,
+        ),
+        endpoint=engine.endpoint,
+        held=held,
+        fetch=fetch,
+    )
+    await front.open()
+    stack.push_async_callback(front.close)
+    return front
+
+
 def _certificates(
-    parts: _Parts, ends: list[KVSender | KVReceiver], http_tls: ServerContext, announcer: Announcer
+    parts: _Parts,
+    ends: list[KVSender | KVReceiver],
+    http_tls: ServerContext,
+    announcer: Announcer,
+    fetch: FetchService | None,
 ) -> CertificateWatch[TlsMaterial]:
     """Everything this worker listens or dials with follows its certificate, key and CA."""
 
@@ -229,6 +292,8 @@ def _certificates(
         for end in ends:
             end.use_contexts(server, client)
         http_tls.replace(http)
+        if fetch is not None:
+            fetch.tls = client
         announcer.use_context(registry)
 
     read = functools.partial(read_tls, parts.loaded, parts.name)
@@ -273,8 +338,14 @@ def _instance(parts: _Parts) -> Instance:
 
 @contextlib.asynccontextmanager
 async def _http_server(deps: WorkerDeps, listen: str, context: ssl.SSLContext) -> AsyncIterator[None]:
-    # handler_cancellation: a gateway that goes away must end the work it asked for.
-    runner = web.AppRunner(build_worker_app(deps), handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+    async with _listening(build_worker_app(deps), listen, context):
+        yield
+
+
+@contextlib.asynccontextmanager
+async def _listening(app: web.Application, listen: str, context: ssl.SSLContext | None) -> AsyncIterator[None]:
+    # handler_cancellation: whoever goes away must end the work it asked for.
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     host, port = listen.rsplit(":", 1)
     try:
@@ -308,13 +379,14 @@ async def _report_load(
             await asyncio.wait_for(stop.wait(), LOAD_PERIOD_S)
 
 
-async def _drain(engine: Engine, receiver: KVReceiver | None) -> None:
+async def _drain(engine: Engine, receiver: KVReceiver | None, front: VllmFront | None) -> None:
     """Wait until the engine is idle, at most the grace period."""
     deadline_s = asyncio.get_running_loop().time() + DRAIN_GRACE_S
     while asyncio.get_running_loop().time() < deadline_s:
         load = engine.load()
         held = 0 if receiver is None else receiver.held_transfers()
-        if load.running_sequences + load.waiting_sequences + held == 0:
+        theirs = 0 if front is None else front.running
+        if load.running_sequences + load.waiting_sequences + held + theirs == 0:
             return
         await asyncio.sleep(0.05)
     log.warning("drain_grace_over", running=engine.load().running_sequences)
