@@ -147,6 +147,27 @@ async def test_gateway_keeps_the_share_it_knew_while_the_store_is_away(tmp_path:
             assert await placed(gateway, "b") == ("remote", "above_threshold")
 
 
+async def test_gateway_that_starts_knows_the_shares_before_its_first_request(
+    tmp_path: Path, store: EmbeddedStore
+) -> None:
+    await change_share(store, (ANY, ANY), change(0))
+    async with running_gateway(tmp_path, store=store) as gateway:
+        assert await placed(gateway, "a") == ("local", "rollout")
+
+
+async def test_gateway_that_starts_while_the_store_is_away_undoes_no_revert(
+    tmp_path: Path, store: EmbeddedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("farfill.gateway.shared.FIRST_ANSWER_S", 0.05)
+    broken = Breakable(store)
+    broken.away = True
+    async with running_gateway(tmp_path, store=broken) as gateway:  # type: ignore[arg-type]
+        assert await placed(gateway, "a") == ("local", "rollout")
+        broken.away = False
+        await until(lambda: gateway.service.rollout.share("tiny", "default") is None)
+        assert await placed(gateway, "b") == ("remote", "above_threshold")
+
+
 class Breakable:
     """A store that can be away."""
 

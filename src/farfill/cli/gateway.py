@@ -39,6 +39,8 @@ log = structlog.get_logger()
 
 # How long running requests may go on after SIGTERM.
 DRAIN_S = 30.0
+# Longest wait for the registry before the API opens: a gateway that knows no worker yet would refuse everything.
+FIRST_ANSWER_S = 5.0
 
 
 def gateway(config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml")) -> None:
@@ -58,6 +60,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         ssl_context=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         observer=metrics,
         on_change=metrics.instances_known,
+        first_answer_s=FIRST_ANSWER_S,
     )
     store = RemoteStore(registry_url(loaded), registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster))
     deps = GatewayDeps(

@@ -16,6 +16,7 @@ from farfill.registry.rollouts import ShareKey
 
 MAX_TTFTS = 2000
 MIN_TTFTS = 20
+NOTHING_FAR = Share(percent=0.0)
 # What happens at decode, or to the client, says nothing about far prefill.
 _NO_FAULT = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.WITHDRAWN})
 
@@ -34,12 +35,13 @@ class _Step:
 
 
 class RolloutState:
-    """Without any share, everything may go far."""
+    """Without any share, everything may go far. Where gateways share them, nothing may before they were heard of:
+    one that starts while the registry is away must not undo a revert."""
 
-    def __init__(self, observer: PolicyObserver, clock: Clock) -> None:
+    def __init__(self, observer: PolicyObserver, clock: Clock, *, shared: bool = False) -> None:
         self._observer = observer
         self._clock = clock
-        self._shares: dict[ShareKey, Share] = {}
+        self._shares: dict[ShareKey, Share] = {(ANY, ANY): NOTHING_FAR} if shared else {}
         self._steps: dict[ShareKey, _Step] = {}
         self.records: dict[ShareKey, RolloutRecord] = {}
         """As heard last."""

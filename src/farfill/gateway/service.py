@@ -223,7 +223,7 @@ def _parts(deps: GatewayDeps) -> PlacerParts:
             server_name=server_name,
         ),
         threshold=Threshold(config.routing, links, clock, deps.policies),
-        rollout=RolloutState(deps.policies, clock),
+        rollout=RolloutState(deps.policies, clock, shared=deps.store is not None),
         fallback=FallbackGate(config.routing.fallback_budget, clock, deps.policies),
         clock=clock,
     )

@@ -44,6 +44,8 @@ log = structlog.get_logger("farfill.gateway")
 
 PERIOD_S = 0.5
 LEASE_S = 10.0
+FIRST_ANSWER_S = 5.0
+"""Longest wait at the start for what the others decided, so that the first request is placed by it."""
 MAX_PUTS = 50
 
 
@@ -94,6 +96,10 @@ class SharedState:
         """Begin to listen and to tell."""
         for mirror in (self._rollouts, self._breakers, self._observed):
             await self._stack.enter_async_context(mirror)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FIRST_ANSWER_S):
+                await self._rollouts.wait_known()
+                await self._breakers.wait_known()
         self._task = asyncio.create_task(self._run(), name="shared-state")
 
     async def close(self) -> None:

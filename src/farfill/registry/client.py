@@ -220,7 +220,10 @@ class Announcer:
 
 
 class InstanceWatcher:
-    """Knows all live instances while the context is open, from one long poll after another."""
+    """Knows all live instances while the context is open, from one long poll after another.
+
+    The context opens with the registry's first answer, or without it after `first_answer_s`.
+    """
 
     def __init__(
         self,
@@ -229,9 +232,11 @@ class InstanceWatcher:
         ssl_context: ssl.SSLContext | None,
         observer: RegistryObserver | None = None,
         on_change: Callable[[tuple[Instance, ...]], None] | None = None,
+        first_answer_s: float = 0.0,
     ) -> None:
         self._calls = RegistryCalls(registry_url, ssl_context, observer)
         self._on_change = on_change
+        self._first_answer_s = first_answer_s
         self._instances: tuple[Instance, ...] = ()
         self._revision = 0
         self._known = asyncio.Event()
@@ -258,6 +263,9 @@ class InstanceWatcher:
     async def __aenter__(self) -> Self:
         self._calls.open()
         self._task = asyncio.create_task(self._watch(), name="registry-watcher")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._first_answer_s):
+                await self._known.wait()
         return self
 
     async def __aexit__(

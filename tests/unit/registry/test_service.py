@@ -137,6 +137,16 @@ async def test_worker_appears_changes_and_leaves(server: Server):
     assert server.metric("farfill_registrations_total", site="near", role="registry", outcome="deregistered") == 1
 
 
+async def test_watcher_opens_with_the_first_answer_or_after_its_patience(server: Server):
+    async with Announcer(registry_url=server.url, ssl_context=None, instance=DECODE) as announcer:
+        await until(lambda: announcer.registered)
+        async with InstanceWatcher(registry_url=server.url, ssl_context=None, first_answer_s=10.0) as watcher:
+            assert watcher.instances() == (DECODE,)
+    await server.stop()
+    async with InstanceWatcher(registry_url=server.url, ssl_context=None, first_answer_s=0.05) as watcher:
+        assert not watcher.known
+
+
 async def test_renewal_keeps_a_worker_and_silence_drops_it(server: Server):
     await server.stop()
     await server.start(lease_s=0.5)
