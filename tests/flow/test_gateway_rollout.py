@@ -16,7 +16,7 @@ from farfill.core.sampling import SamplingParams
 from farfill.gateway.pipeline.job import Job
 from farfill.registry.embedded import EmbeddedStore
 from farfill.registry.records import RolloutRecord
-from farfill.registry.rollouts import ANY, ShareChange, audit_log, change_share, revert_all
+from farfill.registry.rollouts import ANY, ShareChange, change_share, revert_all
 from farfill.registry.store import StoreError
 from farfill.wire.control import ErrorBody
 from support.gateway_harness import Harness, running_gateway

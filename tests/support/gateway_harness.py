@@ -16,6 +16,7 @@ from openai import AsyncOpenAI
 
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import Instance, Role
+from farfill.gateway.access import Access
 from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.observe import RequestSummary, SilentObserver
 from farfill.gateway.service import GatewayDeps, GatewayService
@@ -130,6 +131,7 @@ async def running_gateway(
     decode_tls: ssl.SSLContext | None = None,
     store: Store | None = None,
     vision: bool = False,
+    access: Access | None = None,
     **sections: dict[str, Any],
 ) -> AsyncIterator[Harness]:
     """Start two stubs and a gateway; stop everything at the end."""
@@ -151,6 +153,7 @@ async def running_gateway(
         worker_tls=worker_tls,
         observer=observer,
         store=store,
+        access=access,
         # Images are fetched from servers of the test.
         may_fetch_from=lambda address: address == "127.0.0.1",
         metrics=lambda: (b"farfill_up 1\n", "text/plain; version=0.0.4; charset=utf-8"),

@@ -9,7 +9,8 @@ import os
 import signal
 import ssl
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +18,16 @@ import structlog
 import typer
 from aiohttp import web
 
+from farfill.cli.gateway_admin import AdminServer
 from farfill.cli.run_role import http_server, registry_url, run_until_stopped, start_logging
+from farfill.clock import WallClock
 from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import TlsMaterial, read_public_tls, read_ticket_signing_key, read_tls
 from farfill.core.errors import ConfigError
+from farfill.gateway.access_open import open_access
 from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.identity import worker_context
+from farfill.gateway.reload import Reloaded
 from farfill.gateway.service import GatewayDeps, GatewayService
 from farfill.gateway.tokenizer import load_tokenizer
 from farfill.registry.client import InstanceWatcher
@@ -33,6 +38,7 @@ from farfill.telemetry.metrics import GatewayMetrics, exposition
 from farfill.transfer.tickets import TicketSigner
 from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.own_certificate import OwnCertificate
+from farfill.transport.public_certificate import PublicCertificate
 from farfill.transport.tls import PeerIdentity
 
 log = structlog.get_logger()
@@ -68,6 +74,8 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         model=await asyncio.to_thread(load_tokenizer, loaded.model_dir),
         membership=watcher,
         sign_ticket=TicketSigner(read_ticket_signing_key(loaded)).sign,
+        access=open_access(loaded, store, WallClock(), metrics.access.access, metrics.access.keys_known),
+        entrance=metrics.access,
         worker_tls=worker_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         observer=metrics,
         policies=metrics.policies,
@@ -77,6 +85,13 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         store=store,
     )
     runner = build_runner(deps, shutdown_timeout_s=DRAIN_S)
+    service = runner.app[SERVICE]
+    reload = functools.partial(_reload, loaded.path, service)
+    admin = None
+    if config.admin is not None:
+        admin = AdminServer(
+            loaded=loaded, config=config.admin, service=service, reload=reload, observer=metrics.access, tls=tls
+        )
 
     own = OwnCertificate(
         identity=PeerIdentity(config.cluster, config.gateway.site, "gateway", "gateway"),
@@ -93,43 +108,69 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         runner.app[SERVICE].feeds.use_context(workers)
         watcher.use_context(registry)
         store.use_context(registry)
+        if admin is not None:
+            admin.use(found)
 
     read = functools.partial(read_tls, loaded, "gateway")
     certificates = CertificateWatch(tls, read, use, metrics.certificates_changed)
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, _reload, loaded.path, runner.app[SERVICE])
+    loop.add_signal_handler(signal.SIGHUP, _try_reload, reload)
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))
     try:
-        async with watcher, store, certificates.running(), _public_server(loaded, runner):
+        async with contextlib.AsyncExitStack() as stack:
+            for context in (watcher, store, certificates.running(), _public_server(loaded, runner, metrics)):
+                await stack.enter_async_context(context)
+            if admin is not None:
+                await stack.enter_async_context(admin.running())
             await stop.wait()
     finally:
         lag.cancel()
 
 
-def _reload(path: Path, service: GatewayService) -> None:
-    """SIGHUP: what is safe of a changed cluster file applies now; a file with mistakes changes nothing."""
+def _reload(path: Path, service: GatewayService) -> Reloaded:
+    """What is safe of a changed cluster file applies now, and keys are read again.
+
+    Raises ConfigError on a file with mistakes, which changes nothing.
+    """
+    found = load_config(path).config
+    if service.gate.access is not None and service.gate.access.book is not None:
+        service.gate.access.book.reload()
+    return service.reloader.apply(found)
+
+
+def _try_reload(reload: Callable[[], Reloaded]) -> None:
+    """SIGHUP."""
     try:
-        service.reloader.apply(load_config(path).config)
+        reload()
     except ConfigError as error:
         log.error("config_not_reloaded", error=str(error))
 
 
 @contextlib.asynccontextmanager
-async def _public_server(loaded: LoadedConfig, runner: web.AppRunner) -> AsyncIterator[None]:
+async def _public_server(loaded: LoadedConfig, runner: web.AppRunner, metrics: GatewayMetrics) -> AsyncIterator[None]:
     """The API, with TLS if the cluster file says so; then it follows its certificate, too."""
     pems, listen = read_public_tls(loaded), loaded.config.gateway.listen
     if pems is None:
         async with http_server(runner, listen, None):
             yield
         return
+    checked = PublicCertificate(f"gateway.tls_cert {loaded.config.gateway.tls_cert}", time.time)
+    checked.check(pems[0])
     public = ServerContext(public_context(pems))
+    metrics.public_certificate(checked.expires_unix_s(pems[0]))
 
     def read() -> tuple[bytes, bytes]:
         found = read_public_tls(loaded)
         assert found is not None, "the cluster file is read once"
         return found
 
-    watch = CertificateWatch(pems, read, lambda found: public.replace(public_context(found)))
+    def use(found: tuple[bytes, bytes]) -> None:
+        context = public_context(found)
+        checked.check(found[0])
+        public.replace(context)
+        metrics.public_certificate(checked.expires_unix_s(found[0]))
+
+    watch = CertificateWatch(pems, read, use, metrics.certificates_changed)
     async with watch.running(), http_server(runner, listen, public.context):
         yield
 

@@ -20,9 +20,10 @@ from farfill.config.secrets import read_tls
 from farfill.core.errors import InvalidRequestError
 from farfill.policy.rollout import STEPS
 from farfill.registry.identity import registry_context
+from farfill.registry.audit import audit_log
 from farfill.registry.records import ROLLOUT, RolloutRecord
 from farfill.registry.remote import RemoteStore
-from farfill.registry.rollouts import ANY, ShareChange, audit_log, change_share, revert_all, share_of
+from farfill.registry.rollouts import ANY, ShareChange, change_share, revert_all, share_of
 
 app = typer.Typer(no_args_is_help=True, help="Say which share of requests may prefill far.")
 

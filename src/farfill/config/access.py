@@ -11,7 +11,7 @@ from farfill.config.section import Address, Name, SecretRef, Section
 
 # Whether it is a network is checked with the file: `config.checks`.
 Network = Annotated[str, Field(pattern=r"^[0-9a-fA-F.:]+(/\d{1,3})?$")]
-Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"]
+Algorithm = Literal["RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "Ed25519"]
 """Public-key ones only: with HS256 whoever can check a token could make one."""
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from farfill.config.access_checks import access_problems
 from farfill.config.model import ClusterConfig
 from farfill.config.problems import KeyPath, Problem, closest
 from farfill.core.cluster import Role
@@ -37,6 +38,7 @@ def cross_problems(config: ClusterConfig) -> list[Problem]:
         *_routing_problems(config),
         *_registry_problems(config),
         *_tls_problems(config),
+        *access_problems(config),
     ]
 
 
@@ -114,10 +116,10 @@ def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
             f"{engine.prefix_cache_mb} is more than kv_cache_mb ({engine.kv_cache_mb}), of which it is a part",
             f"give at most {engine.kv_cache_mb}, or raise kv_cache_mb",
         )
-
-
     if engine.type != "vllm" and engine.attach is not None:
         yield Problem(("engine", "attach"), f"engine.type is {engine.type}", "set engine.type: vllm")
+
+
 def _routing_problems(config: ClusterConfig) -> Iterator[Problem]:
     routing = config.routing
     for low, high in (
@@ -194,19 +196,22 @@ def _address_problems(config: ClusterConfig) -> Iterator[Problem]:
 def _endpoints(config: ClusterConfig) -> Iterator[_Endpoint]:
     gateway, registry = config.gateway, config.registry
     yield _Endpoint(("gateway", "listen"), "gateway", gateway.listen, gateway.listen)
+    if config.admin is not None:
+        reached_at = config.admin.advertise or config.admin.listen
+        yield _Endpoint(("admin", "listen"), "gateway", config.admin.listen, reached_at)
     yield _Endpoint(("registry", "listen"), "registry", registry.listen, registry.advertise or registry.listen)
     for name, worker in config.workers.items():
         yield _Endpoint(("workers", name, "listen"), name, worker.listen, worker.advertise or worker.listen)
         if worker.transfer_listen is not None:
             reached_at = worker.transfer_advertise or worker.transfer_listen
             yield _Endpoint(("workers", name, "transfer_listen"), name, worker.transfer_listen, reached_at)
+        if worker.vllm_listen is not None:
+            yield _Endpoint(("workers", name, "vllm_listen"), name, worker.vllm_listen, worker.vllm_listen)
 
 
 def _endpoint_problem(endpoint: _Endpoint) -> Problem | None:
     listen_key = str(endpoint.path[-1])
     advertise_key = listen_key.replace("listen", "advertise")
-        if worker.vllm_listen is not None:
-            yield _Endpoint(("workers", name, "vllm_listen"), name, worker.vllm_listen, worker.vllm_listen)
     for key, address in ((listen_key, endpoint.listen), (advertise_key, endpoint.reached_at)):
         port = split_address(address)[1]
         if not 1 <= port <= 65535:

@@ -8,10 +8,12 @@ from aiohttp import web
 
 from farfill.config.model import ClusterConfig
 from farfill.gateway.errors import openai_errors
+from farfill.gateway.handlers.enter import entering
 from farfill.gateway.handlers.generate import GenerateHandler
 from farfill.gateway.handlers.info import InfoHandler
 from farfill.gateway.handlers.internals import InternalsHandler
 from farfill.gateway.handlers.request_id import tell_request_id, with_request_id
+from farfill.gateway.look import status_of
 from farfill.gateway.server import GatewayRunner
 from farfill.gateway.service import GatewayDeps, GatewayService, build_service
 
@@ -24,9 +26,10 @@ def build_app(deps: GatewayDeps) -> web.Application:
     service = build_service(deps)
     app = web.Application(
         client_max_size=deps.config.gateway.max_body_mb << 20,
-        middlewares=[with_request_id, openai_errors],
+        middlewares=[with_request_id, openai_errors, entering(service.gate)],
     )
     app[SERVICE] = service
+    service.lookup.tell_status(lambda: status_of(service))
     generate = GenerateHandler(service)
     app.add_routes(
         [

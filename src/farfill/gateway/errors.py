@@ -95,10 +95,9 @@ def http_status(error: FarfillError) -> int:
     """400-range: the client's to fix; 429/503: try again later; 5xx: ours."""
     if isinstance(error, InvalidRequestError):
         return _INVALID_STATUS.get(error.reason, 400)
-    if isinstance(error, OverloadedError):
-        return 429
-    if isinstance(error, DeadlineError):
-        return 504
+    for kind, status in _STATUS:
+        if isinstance(error, kind):
+            return status
     if isinstance(error, CapacityError | UnavailableError | TransferError) or error.retryable:
         return 503
     return 500
@@ -109,6 +108,8 @@ def envelope(error: FarfillError) -> ErrorEnvelope:
     status = http_status(error)
     if status == 429:
         kind = "rate_limit_error"
+    elif status == 403:
+        kind = "permission_error"
     elif status < 500:
         kind = "invalid_request_error"
     else:
@@ -123,11 +124,11 @@ def error_response(error: FarfillError, headers: Mapping[str, str] | None = None
     response = web.Response(
         body=msgspec.json.encode(envelope(error)), status=status, content_type="application/json", headers=headers
     )
-    if status in (429, 503):
     if isinstance(error, PoisonousRequestError):
         response.headers["x-should-retry"] = "false"  # OpenAI's clients send a 500 again otherwise
     if status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
+    if status in (429, 503):
         retry_after_s = error.retry_after_s if isinstance(error, CapacityError | UnavailableError) else 1.0
         response.headers["Retry-After"] = str(max(1, ceil(retry_after_s)))
     return response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,20 +13,23 @@ from pathlib import Path
 from farfill.clock import Clock, WallClock
 from farfill.config.model import ClusterConfig
 from farfill.core.errors import ConfigError
+from farfill.gateway.access import Access
+from farfill.gateway.access_observe import AccessObserver, SilentAccessObserver
 from farfill.gateway.adapt import Threshold
 from farfill.gateway.background import BackgroundWork
+from farfill.gateway.blocks import BlockFeeds
 from farfill.gateway.decisions import DecisionLog
 from farfill.gateway.fallback import FallbackGate
+from farfill.gateway.gate import Gate, build_gate
 from farfill.gateway.health import DecodeReach, PrefillHealth
-from farfill.gateway.blocks import BlockFeeds
 from farfill.gateway.identity import server_name
 from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
+from farfill.gateway.lookup import RecordLookup
 from farfill.gateway.media import MediaLoader, is_public
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
 from farfill.gateway.parity import ParitySampler
 from farfill.gateway.pipeline.admit import Admission
-from farfill.gateway.lookup import RecordLookup
 from farfill.gateway.pipeline.attempt import LegContext, SignTicket
 from farfill.gateway.pipeline.dispatch import Dispatcher
 from farfill.gateway.pipeline.media import PromptRenderer
@@ -36,6 +40,7 @@ from farfill.gateway.records import RequestRecords
 from farfill.gateway.reload import Reloader
 from farfill.gateway.rollout import RolloutState
 from farfill.gateway.shared import SharedParts, SharedState
+from farfill.gateway.status import Traffic
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
 from farfill.gateway.workers import WorkerClient
 from farfill.registry.store import Store
@@ -65,6 +70,8 @@ class GatewayDeps:
     may_fetch_from: Callable[[str], bool] = is_public
     store: Store | None = None
     """What gateways share; None: this one shares nothing."""
+    access: Access | None = None
+    entrance: AccessObserver = field(default_factory=SilentAccessObserver)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +81,7 @@ class GatewayService:
     deps: GatewayDeps
     pool: TokenizerPool
     renderer: PromptRenderer
+    gate: Gate
     admission: Admission
     placer: Placer
     health: PrefillHealth
@@ -81,19 +89,22 @@ class GatewayService:
     work: OutstandingWork
     dispatcher: Dispatcher
     records: RequestRecords
+    lookup: RecordLookup
+    traffic: Traffic
+    name: str
     links: LinkView
+    prefixes: PrefixView
     threshold: Threshold
     rollout: RolloutState
     fallback: FallbackGate
     decision_log: DecisionLog | None
     recording: Recording | None
     shared: SharedState | None
-    lookup: RecordLookup
     reloader: Reloader
-    prefixes: PrefixView
     parity: ParitySampler
     background: BackgroundWork
     client: WorkerClient
+    feeds: BlockFeeds
 
     async def start(self) -> None:
         """Open what needs the running loop. Raises ConfigError when a log cannot be written."""
@@ -101,33 +112,32 @@ class GatewayService:
             try:
                 if log is not None:
                     log.start()
-    feeds: BlockFeeds
             except OSError as error:
                 raise ConfigError(f"gateway.{key}: cannot be written: {error}") from error
         await self.client.start()
+        await self.feeds.start()
         if self.shared is not None:
             await self.shared.start()
+        await self.lookup.start()
+        await self.gate.start()
 
     async def close(self) -> None:
         """Stop background work, then connections and threads."""
+        await self.gate.close()
+        await self.lookup.close()
         if self.shared is not None:
             await self.shared.close()
-        await self.feeds.start()
         await self.background.close()
+        await self.feeds.close()
         await self.client.close()
-        await self.lookup.start()
-        await self.gate.start()
         self.pool.close()
         self.renderer.loader.close()
         for log in (self.decision_log, self.recording):
-        await self.gate.close()
-        await self.lookup.close()
             if log is not None:
                 await asyncio.to_thread(log.close)
 
 
 def build_service(deps: GatewayDeps) -> GatewayService:
-        await self.feeds.close()
     """All parts, not yet started."""
     config = deps.config
     client = WorkerClient(
@@ -135,7 +145,9 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         connect_timeout_s=config.kv_transfer.timeout_ms / 1000,
         server_name=server_name,
     )
+    name = f"gateway-{secrets.token_hex(6)}"
     parts, decision_log = _parts(deps), _decision_log(deps)
+    records, background = RequestRecords(), BackgroundWork()
     placer = Placer(config, parts)
     admission = Admission(config.gateway, config.admission, deps.clock, deps.policies)
     legs = LegContext(
@@ -144,7 +156,6 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         placer=placer,
         health=parts.health,
         work=parts.work,
-    records, background = RequestRecords(), BackgroundWork()
         links=parts.links,
         prefixes=parts.prefixes,
         fallback=parts.fallback,
@@ -174,6 +185,9 @@ def build_service(deps: GatewayDeps) -> GatewayService:
             model=config.model.name,
             observer=deps.observer,
         ),
+        gate=build_gate(
+            config, deps.clock, deps.entrance, name=name, access=deps.access, store=deps.store, admission=admission
+        ),
         admission=admission,
         parity=ParitySampler(
             ratio=config.routing.rollout.parity_sample,
@@ -189,21 +203,31 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         reach=parts.reach,
         work=parts.work,
         links=parts.links,
+        prefixes=parts.prefixes,
         threshold=parts.threshold,
         rollout=parts.rollout,
         fallback=parts.fallback,
         decision_log=decision_log,
         recording=_recording(deps),
-        shared=_shared(deps, parts, decision_log),
+        shared=_shared(deps, parts, decision_log, name),
         dispatcher=dispatcher,
         records=records,
+        traffic=Traffic(deps.clock),
+        name=name,
         lookup=RecordLookup(name, records, deps.store, background),
         background=background,
         client=client,
+        feeds=BlockFeeds(
+            membership=deps.membership,
+            prefixes=parts.prefixes,
+            observer=deps.policies,
+            tls=deps.worker_tls,
+            connect_timeout_s=config.kv_transfer.timeout_ms / 1000,
+            server_name=server_name,
+        ),
     )
 
 
-        prefixes=parts.prefixes,
 def _parts(deps: GatewayDeps) -> PlacerParts:
     config, clock = deps.config, deps.clock
     links = LinkView(config.routing, clock)
@@ -214,14 +238,6 @@ def _parts(deps: GatewayDeps) -> PlacerParts:
         work=OutstandingWork(),
         links=links,
         prefixes=PrefixView(config.prefill.chunked_prefill_tokens, enabled=config.engine.prefix_cache_mb > 0),
-        feeds=BlockFeeds(
-            membership=deps.membership,
-            prefixes=parts.prefixes,
-            observer=deps.policies,
-            tls=deps.worker_tls,
-            connect_timeout_s=config.kv_transfer.timeout_ms / 1000,
-            server_name=server_name,
-        ),
         threshold=Threshold(config.routing, links, clock, deps.policies),
         rollout=RolloutState(deps.policies, clock, shared=deps.store is not None),
         fallback=FallbackGate(config.routing.fallback_budget, clock, deps.policies),
@@ -229,7 +245,7 @@ def _parts(deps: GatewayDeps) -> PlacerParts:
     )
 
 
-def _shared(deps: GatewayDeps, parts: PlacerParts, decision_log: DecisionLog | None) -> SharedState | None:
+def _shared(deps: GatewayDeps, parts: PlacerParts, decision_log: DecisionLog | None, name: str) -> SharedState | None:
     if deps.store is None:
         return None
     return SharedState(
@@ -242,7 +258,8 @@ def _shared(deps: GatewayDeps, parts: PlacerParts, decision_log: DecisionLog | N
             observer=deps.policies,
             clock=deps.clock,
             decision_log=decision_log,
-        )
+        ),
+        name,
     )
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -66,8 +65,8 @@ class SharedParts:
 class SharedState:
     """Runs between `start` and `close`."""
 
-    def __init__(self, parts: SharedParts) -> None:
-        self.gateway = f"gateway-{secrets.token_hex(6)}"
+    def __init__(self, parts: SharedParts, gateway: str) -> None:
+        self.gateway = gateway
         self._parts = parts
         self._limits = GuardLimits(
             min_step_s=parts.config.min_step_s,

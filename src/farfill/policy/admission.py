@@ -8,6 +8,7 @@ outstanding KV tokens, and of the link's bytes when it goes far, from its start 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from heapq import heappop, heappush
@@ -119,6 +120,8 @@ class Admission:
         self._waiting_tokens = 0
         self._done: deque[tuple[float, int]] = deque()
         self._done_tokens = 0
+        self._shares: dict[str, tuple[float, float]] = {}
+        self._default_share = 1.0
 
     @property
     def running(self) -> int:
@@ -140,6 +143,12 @@ class Admission:
         self._limits = limits
         self._settings = dict(tenants)
         self._tenants = {n: t for n, t in self._tenants.items() if t.limits == self._settings_of(n)}
+
+    def scale(self, shares: Mapping[str, tuple[float, float]], default: float, now_s: float) -> None:
+        """This gateway's parts of tenants' rates (requests, tokens); `default` is that of tenants not named."""
+        self._shares, self._default_share = dict(shares), default
+        for name, tenant in self._tenants.items():
+            tenant.scale(*self._share_of(name), now_s)
 
     def arrive(self, arrival: Arrival, now_s: float) -> list[Effect]:
         """A request came in. Exactly one effect is about it."""
@@ -270,26 +279,36 @@ class Admission:
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = _Tenant(self._settings_of(name))
+            tenant = _Tenant(self._settings_of(name), *self._share_of(name))
             if tenant.limited:  # of the others there is nothing to remember
                 self._tenants[name] = tenant
                 if len(self._tenants) > MAX_TENANTS:
                     del self._tenants[next(iter(self._tenants))]
         return tenant
 
+    def _share_of(self, name: str) -> tuple[float, float]:
+        return self._shares.get(name, (self._default_share, self._default_share))
+
     def _settings_of(self, name: str) -> TenantLimits:
         return self._settings.get(name) or self._settings.get("*") or TenantLimits()
 
 
 class _Tenant:
-    def __init__(self, limits: TenantLimits) -> None:
+    def __init__(self, limits: TenantLimits, requests_share: float, tokens_share: float) -> None:
         self.limits = limits
-        self._requests = _bucket(limits.requests_per_s, limits.burst_s)
-        self._tokens = _bucket(limits.tokens_per_s, limits.burst_s)
+        self._requests = _bucket(limits.requests_per_s * requests_share, limits.burst_s)
+        self._tokens = _bucket(limits.tokens_per_s * tokens_share, limits.burst_s)
 
     @property
     def limited(self) -> bool:
         return self._requests is not None or self._tokens is not None
+
+    def scale(self, requests_share: float, tokens_share: float, now_s: float) -> None:
+        limits = self.limits
+        if self._requests is not None:
+            self._requests.resize(*_size(limits.requests_per_s * requests_share, limits.burst_s), now_s)
+        if self._tokens is not None:
+            self._tokens.resize(*_size(limits.tokens_per_s * tokens_share, limits.burst_s), now_s)
 
     def refuses(self, tokens: int, now_s: float) -> tuple[Refusal, float] | None:
         for bucket, cost, reason in (
@@ -314,7 +333,11 @@ class _Tenant:
 
 
 def _bucket(rate_per_s: float, burst_s: float) -> TokenBucket | None:
-    return None if rate_per_s == inf else TokenBucket(rate_per_s, max(1.0, rate_per_s * burst_s))
+    return None if rate_per_s == inf else TokenBucket(*_size(rate_per_s, burst_s))
+
+
+def _size(rate_per_s: float, burst_s: float) -> tuple[float, float]:
+    return rate_per_s, max(1.0, rate_per_s * burst_s)
 
 
 def _without_link(arrival: Arrival) -> Arrival:

@@ -16,6 +16,12 @@ class TokenBucket:
         self._level = burst
         self._at_s: float | None = None
 
+    def resize(self, rate_per_s: float, burst: float, now_s: float) -> None:
+        """Another rate and burst from now on. What is in it stays, debts too; nothing is filled up."""
+        self.level(now_s)
+        self.rate_per_s, self.burst = rate_per_s, burst
+        self._level = min(self._level, burst)
+
     def level(self, now_s: float) -> float:
         """What is in it; negative while in debt."""
         if self._at_s is not None and now_s > self._at_s:

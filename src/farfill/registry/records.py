@@ -187,7 +187,8 @@ class GatewayRecord(RegistryRecord, kw_only=True):
 
 
 class AskRecord(RegistryRecord, kw_only=True):
-    """`gateway` looks for a request it did not serve; who did answers on the same `lease`."""
+    """`gateway` looks for a request it did not serve; who did answers on the same `lease`. Without a request: all say how
+    they are, each under its own name."""
 
     request_id: str
     gateway: str
@@ -195,9 +196,9 @@ class AskRecord(RegistryRecord, kw_only=True):
 
 
 class AnswerRecord(RegistryRecord, kw_only=True):
-    """`life` is zlib-compressed JSON of `gateway.life.Life`."""
+    """zlib-compressed JSON of `gateway.life.Life` or `gateway.status.GatewayStatus`."""
 
-    life: bytes
+    packed: bytes
 
 
 class AuditRecord(RegistryRecord, kw_only=True):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
 from farfill.core.errors import ProtocolError
+from farfill.registry.audit import audit_put, forget_old_audit
 from farfill.registry.records import (
-    AUDIT,
     ROLLOUT,
     AuditRecord,
     RolloutRecord,
     decode_record,
     encode_record,
 )
-from farfill.registry.store import Delete, Entry, Put, Store, StoreError, Unchanged
+from farfill.registry.store import Entry, Put, Store, StoreError, Unchanged
 
 ATTEMPTS = 8
-AUDIT_KEPT = 200
 ANY = "*"
 
 ShareKey = tuple[str, str]
@@ -79,9 +77,9 @@ async def change_share(
             what=f"rollout {key[0]} {key[1]}: {_told(before)} -> {_told(after)}",
             why=change.reason,
         )
-        puts = [Put(name, encode_record(after)), Put(_audit_key(change.unix_s), encode_record(audit))]
+        puts = [Put(name, encode_record(after)), audit_put(audit)]
         if (await store.commit(puts, [Unchanged(name, 0 if entry is None else entry.modified)])).applied:
-            await _forget_old_audit(store)
+            await forget_old_audit(store)
             return after
     raise StoreError(f"{name}: written by several at once", reason="contended")
 
@@ -94,22 +92,6 @@ async def revert_all(store: Store, author: str, reason: str, unix_s: float) -> l
     for key in keys:  # (*, *) comes first
         await change_share(store, key, lambda _: change)
     return keys
-
-
-async def audit_log(store: Store) -> list[AuditRecord]:
-    """The latest changes, oldest first. Raises StoreError."""
-    return [decode_record(entry.value, AuditRecord) for entry in (await store.scan(AUDIT)).entries]
-
-
-async def _forget_old_audit(store: Store) -> None:
-    entries = (await store.scan(AUDIT)).entries
-    old = entries[:-AUDIT_KEPT] if len(entries) > AUDIT_KEPT else ()
-    if old:
-        await store.commit([Delete(entry.key) for entry in old[:50]])
-
-
-def _audit_key(unix_s: float) -> str:
-    return f"{AUDIT}{int(unix_s * 1000):014d}-{secrets.token_hex(4)}"
 
 
 def _told(record: RolloutRecord | None) -> str:

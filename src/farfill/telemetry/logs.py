@@ -1,7 +1,7 @@
 """Structured logs to stderr, one line an event, with the process's role, site and name on each.
 
-Tickets, keys and credentials never reach a line: values under telling names are replaced, and bearer tokens
-and PEM private keys are cut out of any text.
+Tickets, keys and credentials never reach a line: values under telling names are replaced, and API keys, bearer tokens,
+JWTs and PEM private keys are cut out of any text.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _SECRET_NAMES = frozenset(
 )
 _SECRET_TEXT = re.compile(
     r"(?i:\bbearer\s+)[A-Za-z0-9._~+/=-]+"
+    r"|\bff_[0-9A-Za-z]{12}_[0-9A-Za-z]{8,}"  # the secret of an API key: `registry.api_keys`
+    r"|\beyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*"  # a JWT
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
     re.DOTALL,
 )

@@ -17,6 +17,7 @@ from farfill.core.sampling import SamplingParams
 from farfill.gateway.errors import DeadlineError, error_response, internal_error
 from farfill.gateway.handlers.body import read_body
 from farfill.gateway.handlers.conversation import Conversations
+from farfill.gateway.handlers.enter import principal_of
 from farfill.gateway.handlers.request_id import REQUEST_ID, adopt_request_id
 from farfill.gateway.handlers.track import Endpoint, RequestTracker
 from farfill.gateway.openai.assistant import AssistantParser, NewParser
@@ -34,6 +35,7 @@ from farfill.gateway.pipeline.media import PromptTokens
 from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
 from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
 from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_text
+from farfill.gateway.principal import Principal
 from farfill.gateway.service import GatewayService
 from farfill.policy.offload import Forced
 
@@ -121,8 +123,12 @@ class GenerateHandler:
         tracker.model, tracker.stream = self._config.model.name, bool(body.stream)
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
-        caller = authenticate(body.cache_salt, request.headers, self._config.admission.tenant_header, body.user)
-        priority, tracker.tenant = check_priority(body.priority or 0), caller.tenant
+        principal = principal_of(request)
+        caller = authenticate(
+            body.cache_salt, request.headers, self._config.admission.tenant_header, body.user, principal
+        )
+        priority = max(check_priority(body.priority or 0), principal.best_priority)
+        tracker.tenant = caller.tenant
         with self._service.admission.slot():
             with tracker.stage("tokenize"):
                 prompts = await self._tokenize(body)
@@ -130,7 +136,7 @@ class GenerateHandler:
             jobs = await self._jobs(prompts, caller, forced, _traceparent(request), tracker)
             jobs = [replace(job, priority=priority, session=caller.session) for job in jobs]
             renderer, include_usage = self._renderer(body, tracker, prompts)
-            async with self._turn(jobs, tracker) as turn:
+            async with self._turn(jobs, tracker, principal) as turn:
                 with tracker.stage("dispatch"):
                     generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
                 turn.sent()
@@ -149,22 +155,27 @@ class GenerateHandler:
                         generation.close()
 
     @asynccontextmanager
-    async def _turn(self, jobs: Sequence[Job], tracker: RequestTracker) -> AsyncIterator[Turn]:
+    async def _turn(self, jobs: Sequence[Job], tracker: RequestTracker, principal: Principal) -> AsyncIterator[Turn]:
         """The request's turn to run, waited for; all its prompts count together."""
         service, first = self._service, jobs[0]
+        kv_tokens = sum(len(job.prompt) + job.sampling.n * job.sampling.max_tokens for job in jobs)
         far_tokens = sum(len(job.prompt) for job in jobs if len(job.prompt) > service.threshold.tokens)
         async with AsyncExitStack() as stack:
+            spent = stack.enter_context(service.gate.meter.tokens(principal, first.tenant, kv_tokens))
             with tracker.stage("queue"):
                 turn = await stack.enter_async_context(
                     service.admission.turn(
                         tenant=first.tenant,
-                        kv_tokens=sum(len(job.prompt) + job.sampling.n * job.sampling.max_tokens for job in jobs),
+                        kv_tokens=kv_tokens,
                         link_bytes=int(far_tokens * service.links.bytes_per_token),
                         priority=first.priority,
                         deadline_s=tracker.accepted_s + self._config.gateway.request_timeout_s,
                     )
                 )
-            yield turn
+            try:
+                yield turn
+            finally:
+                spent.used = turn.used_tokens
 
     async def _jobs(
         self, prompts: Prompts, caller: Caller, forced: Forced | None, traceparent: str, tracker: RequestTracker

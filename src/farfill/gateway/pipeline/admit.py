@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from math import inf
 
@@ -71,6 +71,10 @@ class Admission:
             ),
             {name: _tenant(tenant) for name, tenant in config.tenants.items()},
         )
+
+    def share(self, shares: Mapping[str, tuple[float, float]], default: float) -> None:
+        """This gateway's parts of the tenants' rates from now on; see `gateway.limits`."""
+        self._machine.scale(shares, default, self._clock.now_s())
 
     @property
     def in_progress(self) -> int:

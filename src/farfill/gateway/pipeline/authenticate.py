@@ -1,4 +1,5 @@
-"""Who asks, and in which conversation. The API is open; a trusted proxy may name the tenant in a header."""
+"""Whose request it is, and of which conversation. The tenant is what the key or token says; where the API is open, a
+trusted proxy may name it in a header."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from farfill.core.errors import InvalidRequestError
+from farfill.gateway.principal import Principal
 
 DEFAULT_TENANT = "default"
 MAX_SALT_CHARS = 256
@@ -25,19 +27,28 @@ class Caller:
 
 
 def authenticate(
-    cache_salt: str | None, headers: Mapping[str, str] | None = None, tenant_header: str = "", user: object = None
+    cache_salt: str | None,
+    headers: Mapping[str, str] | None = None,
+    tenant_header: str = "",
+    user: object = None,
+    principal: Principal | None = None,
 ) -> Caller:
-    """The caller of a request. Tenant names have no colon, so a salt cannot imitate another tenant's.
+    """The caller of a request. Names of tenants and salts of keys have neither colon nor tilde, so that a salt cannot
+    imitate another tenant's.
 
     Raises InvalidRequestError on a salt or tenant name that is none.
     """
     if cache_salt is not None and not 0 < len(cache_salt) <= MAX_SALT_CHARS:
         raise InvalidRequestError(f"cache_salt has 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
     headers = headers or {}
+    session = _session(headers.get(SESSION_HEADER) or user)
+    if principal is not None and principal.tenant:
+        own = f"{principal.tenant}~{principal.salt}" if principal.salt else principal.tenant
+        return Caller(principal.tenant, f"{own}:{cache_salt or ''}", session)
     tenant = (headers.get(tenant_header) if tenant_header else None) or DEFAULT_TENANT
     if not _TENANT.fullmatch(tenant):
         raise InvalidRequestError(f"{tenant_header} is not the name of a tenant", param=tenant_header)
-    return Caller(tenant, f"{tenant}:{cache_salt or ''}", _session(headers.get(SESSION_HEADER) or user))
+    return Caller(tenant, f"{tenant}:{cache_salt or ''}", session)
 
 
 def _session(name: object) -> str:

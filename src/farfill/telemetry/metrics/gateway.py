@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
+from farfill.telemetry.metrics.access import AccessMetrics
 from farfill.telemetry.metrics.families import (
     CERTIFICATE_CHANGES,
     CERTIFICATE_OUTCOMES,
@@ -107,6 +108,7 @@ class GatewayMetrics:
         self._declare_media(metrics)
         self._declare_far_side(metrics)
         self.policies = PolicyMetrics(metrics)
+        self.access = AccessMetrics(metrics)
 
     def _declare_latencies(self, metrics: MetricSet, models: Iterable[str]) -> None:
         placements = ("local", "remote")
@@ -167,14 +169,14 @@ class GatewayMetrics:
             reason=FALLBACKS,
             outcome=("ok", "failed"),
         )
-        self._retries = metrics.counter(
-            "farfill_decode_retries", "Decode instances that failed before the first token.", reason=()
         self._deaths = metrics.counter(
             "farfill_request_deaths",
             "Workers that died while they worked on a request, and what came of it.",
             role=("prefill", "decode", "mixed"),
             verdict=("tried_again", "ended"),
         )
+        self._retries = metrics.counter(
+            "farfill_decode_retries", "Decode instances that failed before the first token.", reason=()
         )
         self._breaker = metrics.gauge(
             "farfill_breaker_open",
@@ -195,6 +197,10 @@ class GatewayMetrics:
         )
         self._certificates = metrics.counter(
             "farfill_certificate_changes", CERTIFICATE_CHANGES, outcome=CERTIFICATE_OUTCOMES
+        )
+        self._expires = metrics.gauge(
+            "farfill_public_certificate_expiry_timestamp_seconds",
+            "When the certificate of gateway.tls_cert expires, in Unix time.",
         )
         for child in (self._in_flight, self._eligible, self._lag, self._registry_up):
             child()
@@ -249,12 +255,12 @@ class GatewayMetrics:
         """A request was refused because of its images."""
         self._media_refused(reason=reason).inc()
 
-    def decode_retried(self, decode: Instance, reason: str) -> None:
-        """`decode` failed before its first token and another try was made."""
     def instance_died(self, instance: Instance, *, over: bool) -> None:
         """An instance died while it worked on a request."""
         self._deaths(role=str(instance.role), verdict="ended" if over else "tried_again").inc()
 
+    def decode_retried(self, decode: Instance, reason: str) -> None:
+        """`decode` failed before its first token and another try was made."""
         self._retries(reason=reason).inc()
 
     def breaker_changed(self, prefill: Instance, state: str) -> None:
@@ -284,6 +290,10 @@ class GatewayMetrics:
         """A call to the registry ended: "ok" or a stable reason."""
         self._registry_requests(outcome=outcome).inc()
         self._registry_up().set(1 if outcome == "ok" else 0)
+
+    def public_certificate(self, expires_unix_s: float) -> None:
+        """The public certificate in use, or one of its chain, expires then."""
+        self._expires().set(expires_unix_s)
 
     def certificates_changed(self, outcome: str) -> None:
         """There were other certificate files: "replaced", "refused" or "unusable"."""
