@@ -6,12 +6,13 @@ import asyncio
 import os
 import secrets
 import ssl
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from farfill.clock import Clock, WallClock
 from farfill.config.model import ClusterConfig
+from farfill.config.models import FIRST, config_for_model
 from farfill.core.errors import ConfigError
 from farfill.gateway.access import Access
 from farfill.gateway.access_observe import AccessObserver, SilentAccessObserver
@@ -26,7 +27,9 @@ from farfill.gateway.identity import server_name
 from farfill.gateway.links import LinkView
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.lookup import RecordLookup
+from farfill.gateway.lost import LostWatch
 from farfill.gateway.media import MediaLoader, is_public
+from farfill.gateway.models import ServedModels
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
 from farfill.gateway.parity import ParitySampler
 from farfill.gateway.pipeline.admit import Admission
@@ -58,6 +61,8 @@ class GatewayDeps:
 
     config: ClusterConfig
     model: LoadedTokenizer
+    more_models: Mapping[str, LoadedTokenizer] = field(default_factory=dict[str, LoadedTokenizer])
+    """By their keys under `models`."""
     membership: Membership
     sign_ticket: SignTicket
     worker_tls: ssl.SSLContext | None
@@ -82,6 +87,7 @@ class GatewayService:
     pool: TokenizerPool
     renderer: PromptRenderer
     gate: Gate
+    models: ServedModels
     admission: Admission
     placer: Placer
     health: PrefillHealth
@@ -115,6 +121,7 @@ class GatewayService:
             except OSError as error:
                 raise ConfigError(f"gateway.{key}: cannot be written: {error}") from error
         await self.client.start()
+        self.dispatcher.lost.start()
         await self.feeds.start()
         if self.shared is not None:
             await self.shared.start()
@@ -128,6 +135,7 @@ class GatewayService:
         if self.shared is not None:
             await self.shared.close()
         await self.background.close()
+        await self.dispatcher.lost.close()
         await self.feeds.close()
         await self.client.close()
         self.pool.close()
@@ -139,14 +147,15 @@ class GatewayService:
 
 def build_service(deps: GatewayDeps) -> GatewayService:
     """All parts, not yet started."""
-    config = deps.config
+    models = ServedModels()
+    config = config_for_model(deps.config, FIRST)
     client = WorkerClient(
         tls=deps.worker_tls,
         connect_timeout_s=config.kv_transfer.timeout_ms / 1000,
         server_name=server_name,
     )
     name = f"gateway-{secrets.token_hex(6)}"
-    parts, decision_log = _parts(deps), _decision_log(deps)
+    parts, decision_log = _parts(deps, config), _decision_log(deps)
     records, background = RequestRecords(), BackgroundWork()
     placer = Placer(config, parts)
     admission = Admission(config.gateway, config.admission, deps.clock, deps.policies)
@@ -170,12 +179,13 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         placer=placer,
         reach=parts.reach,
         work=parts.work,
+        lost=LostWatch(deps.membership, config.registry.lease_s, deps.clock),
         legs=legs,
         clock=deps.clock,
         observer=deps.observer,
     )
-    return GatewayService(
-        deps=deps,
+    service = GatewayService(
+        deps=replace(deps, config=config),
         pool=TokenizerPool(),
         renderer=PromptRenderer(
             loader=MediaLoader(config.gateway, deps.observer, deps.may_fetch_from),
@@ -197,7 +207,8 @@ def build_service(deps: GatewayDeps) -> GatewayService:
             fallback=parts.fallback,
             observer=deps.policies,
         ),
-        reloader=Reloader(config, placer, admission, parts.threshold, parts.links),
+        models=models,
+        reloader=Reloader(deps.config, placer, admission, parts.threshold, parts.links, models.configure),
         placer=placer,
         health=parts.health,
         reach=parts.reach,
@@ -226,10 +237,39 @@ def build_service(deps: GatewayDeps) -> GatewayService:
             server_name=server_name,
         ),
     )
+    models.add(FIRST, service)
+    for key, tokenizer in deps.more_models.items():
+        models.add(key, _as_seen_by(service, parts, config_for_model(deps.config, key), tokenizer))
+    return service
 
 
-def _parts(deps: GatewayDeps) -> PlacerParts:
-    config, clock = deps.config, deps.clock
+def _as_seen_by(
+    service: GatewayService, parts: PlacerParts, config: ClusterConfig, tokenizer: LoadedTokenizer
+) -> GatewayService:
+    """The same gateway for another model."""
+    deps, links = replace(service.deps, config=config, model=tokenizer), parts.links.for_model()
+    own = replace(
+        parts,
+        links=links,
+        threshold=Threshold(config.routing, links, deps.clock, deps.policies, config.model.name),
+    )
+    placer = Placer(config, own)
+    legs = replace(service.dispatcher.legs, config=config, placer=placer, links=links)
+    dispatcher = replace(service.dispatcher, config=config, placer=placer, legs=legs)
+    return replace(
+        service,
+        deps=deps,
+        renderer=replace(service.renderer, model=config.model.name),
+        placer=placer,
+        links=links,
+        threshold=own.threshold,
+        dispatcher=dispatcher,
+        parity=replace(service.parity, model=config.model.name, dispatcher=dispatcher),
+    )
+
+
+def _parts(deps: GatewayDeps, config: ClusterConfig) -> PlacerParts:
+    clock = deps.clock
     links = LinkView(config.routing, clock)
     return PlacerParts(
         membership=deps.membership,
@@ -238,7 +278,7 @@ def _parts(deps: GatewayDeps) -> PlacerParts:
         work=OutstandingWork(),
         links=links,
         prefixes=PrefixView(config.prefill.chunked_prefill_tokens, enabled=config.engine.prefix_cache_mb > 0),
-        threshold=Threshold(config.routing, links, clock, deps.policies),
+        threshold=Threshold(config.routing, links, clock, deps.policies, config.model.name),
         rollout=RolloutState(deps.policies, clock, shared=deps.store is not None),
         fallback=FallbackGate(config.routing.fallback_budget, clock, deps.policies),
         clock=clock,

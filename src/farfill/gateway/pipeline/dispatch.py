@@ -19,6 +19,7 @@ from farfill.core.cluster import FallbackReason, Instance, Placement
 from farfill.core.errors import CapacityError, FarfillError, ProtocolError, UnavailableError
 from farfill.gateway.health import DecodeReach
 from farfill.gateway.loads import OutstandingWork
+from farfill.gateway.lost import LostWatch
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.attempt import LegContext, make_attempt
 from farfill.gateway.pipeline.deaths import Deaths
@@ -59,6 +60,7 @@ class Dispatcher:
     placer: Placer
     reach: DecodeReach
     work: OutstandingWork
+    lost: LostWatch
     legs: LegContext
     clock: Clock
     observer: GatewayObserver
@@ -139,11 +141,12 @@ class Dispatcher:
             token, leg = attempt.token, PrefillLeg(self.legs, job, attempt, plan.placed)
         near_tokens = 0 if placement.remote else placement.uncached_tokens
         claim = self.work.begin(placement.decode, near_tokens, job.tenant)
-        stream: DecodeStream | None = None
+        wait, stream = self.lost.begin(placement.decode), None
         try:
-            stream = await self._decode(placement.decode, self._decode_command(job, plan, token), leg)
-            self.reach.tried(placement.decode, reached=True)
-            start, first = await _first_tokens(stream, placement.decode)
+            async with wait.ends_when_lost():
+                stream = await self._decode(placement.decode, self._decode_command(job, plan, token), leg)
+                self.reach.tried(placement.decode, reached=True)
+                start, first = await _first_tokens(stream, placement.decode)
         except BaseException as error:
             if isinstance(error, WorkerConnectionError | WorkerAnswerError):
                 answered = isinstance(error, WorkerAnswerError) or error.reached
@@ -153,9 +156,12 @@ class Dispatcher:
             if leg is not None:
                 leg.cancel()
             claim.end()
+            wait.end()
             _end_grants(plan, leg)
             raise
         claim.computed()
+        wait.silent_since_s = None
+        wait.on_lost(stream.close)
         fallback, detail = _fallback(plan, start)
         self._settle(job, plan, start, fallback, leg)
         return Generation(
@@ -169,6 +175,7 @@ class Dispatcher:
             stream=stream,
             leg=leg,
             claim=claim,
+            wait=wait,
             clock=self.clock,
             observer=self.observer,
             gaps=self.legs.fallback,

@@ -9,6 +9,7 @@ from farfill.core.cluster import FallbackReason, Placement
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.gateway.fallback import FallbackGate
 from farfill.gateway.loads import Claim
+from farfill.gateway.lost import Wait
 from farfill.gateway.observe import GatewayObserver
 from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.prefill_leg import PrefillLeg
@@ -52,6 +53,7 @@ class Generation:
     stream: DecodeStream
     leg: PrefillLeg | None
     claim: Claim
+    wait: Wait
     clock: Clock
     observer: GatewayObserver
     gaps: FallbackGate
@@ -75,7 +77,9 @@ class Generation:
             events, self.first = self.first, []
             return self._take(events)
         while not self.ended:
-            events = await self.stream.next_batch()
+            self.wait.silent_since_s = self.clock.now_s()
+            events = await self._events()
+            self.wait.silent_since_s = None  # the client may be slow to take them
             if not events:
                 raise WorkerConnectionError(f"{self.placement.decode.name}: stream was cut", reached=True)
             batch = self._take(events)
@@ -105,6 +109,15 @@ class Generation:
         if not self.ended and self.leg is not None:
             self.leg.cancel()
         self.claim.end()
+        self.wait.end()
+
+    async def _events(self) -> list[GenerationEvent]:
+        try:
+            return await self.stream.next_batch()
+        except WorkerConnectionError as error:
+            if self.wait.lost:
+                raise self.wait.error() from error
+            raise
 
     def _take(self, events: list[GenerationEvent]) -> list[TokensEvent]:
         batch: list[TokensEvent] = []
