@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import urllib.error
 import urllib.request
 from base64 import b64encode
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +112,24 @@ class EtcdServer:
     def store(self, prefix: str, password: str = PASSWORD, url: str | None = None) -> EtcdStore:
         """Not opened yet."""
         return EtcdStore(EtcdCalls((url or self.url,), self.context(), USER, password), PREFIX + prefix)
+
+    def registry_section(self, url: str | None = None) -> dict[str, Any]:
+        """The cluster file's `registry` section that uses this server, reached at `url`; writes its secrets."""
+        password = self._folder / "password"
+        password.touch(mode=0o600)
+        password.write_text(PASSWORD)
+        os.chmod(self.client.key, 0o600)
+        return {
+            "store": "etcd",
+            "etcd": {
+                "endpoints": [url or self.url],
+                "ca": f"file:{self.client.ca}",
+                "cert": f"file:{self.client.cert}",
+                "key": f"file:{self.client.key}",
+                "user": USER,
+                "password": f"file:{password}",
+            },
+        }
 
     def _newer(self) -> bool:
         return b"unsafe-no-fsync" in subprocess.run([self._binary, "--help"], capture_output=True, check=False).stdout

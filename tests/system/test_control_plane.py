@@ -4,7 +4,6 @@ may be killed under load."""
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -24,7 +23,7 @@ from farfill.config.secrets import read_tls
 from farfill.registry.identity import registry_context
 from farfill.registry.remote import RemoteStore
 from farfill.registry.rollouts import revert_all
-from support.etcd import PASSWORD, USER, EtcdServer
+from support.etcd import EtcdServer
 
 GATEWAYS = ("gateway", "gateway-1", "gateway-2")
 REVERT_S = 1.0
@@ -95,28 +94,10 @@ def _etcd(folder: Path, *, wanted: bool) -> Iterator[tuple[EtcdServer | None, di
         return
     (folder / "etcd").mkdir()
     etcd = EtcdServer(folder / "etcd")
-    password = folder / "etcd-password"
-    password.touch(mode=0o600)
-    password.write_text(PASSWORD)
-    os.chmod(etcd.client.key, 0o600)
     etcd.start()
     try:
         etcd.enable_auth()
-        yield (
-            etcd,
-            {
-                "lease_s": 3.0,
-                "store": "etcd",
-                "etcd": {
-                    "endpoints": [etcd.url],
-                    "ca": f"file:{etcd.client.ca}",
-                    "cert": f"file:{etcd.client.cert}",
-                    "key": f"file:{etcd.client.key}",
-                    "user": USER,
-                    "password": f"file:{password}",
-                },
-            },
-        )
+        yield etcd, {"lease_s": 3.0, **etcd.registry_section()}
     finally:
         etcd.kill()
 
