@@ -1,10 +1,11 @@
 """The embedded engine under thousands of mixed requests: is memory flat, the account clean, and every token right?
 
-Tiny seeded models in float32 (one with full attention, one with sliding windows, one with recurrent states), each in an
-engine with far too little memory: sequences are set back, prefix snapshots are dropped all the time. Requests are
-short and long, greedy and sampled, one choice or several, of several tenants and priorities; some share beginnings;
-some are exports, some bring KV that was exported before, whole or in part. Some are withdrawn at a random moment, in
-some the model raises. Every so many requests, one that ended well is run again alone in a quiet engine, and must have
+Tiny seeded models in float32 (one with full attention, one with sliding windows, one with recurrent states, and two that
+see images: one with windows whose images' tokens look at each other both ways, one with recurrent states and M-RoPE),
+each in an engine with far too little memory: sequences are set back, prefix snapshots are dropped all the time. Requests
+are short and long, with and without images, greedy and sampled, one choice or several, of several tenants and
+priorities; some share beginnings; some are exports, some bring KV that was exported before, whole or in part. Some are
+withdrawn at a random moment, in some the model raises. Every so many requests, one that ended well is run again alone in a quiet engine, and must have
 given the same tokens. Figures as JSON lines; exit status 1 when any falls short.
 """
 
@@ -37,6 +38,12 @@ from farfill.engine.local import LocalEngine
 from farfill.engine.protocol import GenerateWork, PrefillStats, PrefillWork, TokenEvent
 from farfill.engine.torch.loader import LoadOptions, load_model
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from support import vision_models
+from support.vision_models import image_file
+
+# Models that see images, by their type.
+SEEING = ("gemma3", "qwen3_5")
 CHUNK_TOKENS = 16
 CONTEXT = 512
 AT_ONCE = 24
@@ -45,6 +52,15 @@ DEADLINE_S = 300.0
 CHECK_EVERY = 12
 # RSS after the last tenth over RSS after the first: the allocator's own noise, no more.
 FLAT = 1.05
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and the images among them."""
+
+    tokens: tuple[int, ...]
+    items: tuple[Any, ...] = ()
+    position_offset: int = 0
 
 
 class InjectedError(Exception):
@@ -132,11 +148,14 @@ class Sink:
 class Soak:
     """One model's share of the requests."""
 
-    def __init__(self, loaded: Any, other: Any, requests: int, seed: int) -> None:
-        """`loaded` and `other` are the same model: an executor belongs to one engine's thread."""
+    def __init__(self, loaded: Any, other: Any, requests: int, seed: int, placeholder: str = "") -> None:
+        """`loaded` and `other` are the same model: an executor belongs to one engine's thread. With a `placeholder`,
+        what stands for an image in text, some requests have images."""
         info = replace(loaded.info, kv_total_bytes=1 << 30)
         quiet = EngineLimits(max_batch=4, max_queue=8, prefix_cache_bytes=0)
-        self.alone = LocalEngine(info, other.executor, other.vocabulary, quiet)
+        self.alone = LocalEngine(info, other.executor, other.vocabulary, quiet, media=other.media)
+        self.placeholder = placeholder
+        self.with_images = self.checked_with_images = 0
         self.executor: Any = FaultyExecutor(loaded.executor, 0.004)
         per_sequence = loaded.executor.kv_bytes(CONTEXT)
         limits = EngineLimits(
@@ -153,14 +172,15 @@ class Soak:
             self.executor,
             loaded.vocabulary,
             limits,
+            media=loaded.media,
         )
         self.requests = requests
         self.random = random.Random(seed)
         self.outcomes: Counter[str] = Counter()
         self.checked = self.wrong = 0
         self._room = threading.Semaphore(AT_ONCE)
-        self._to_check: list[tuple[GenerateWork, dict[int, list[int]]]] = []
-        self._exports: list[tuple[tuple[int, ...], dict[int, bytes]]] = []
+        self._to_check: list[tuple[GenerateWork, Prompt, dict[int, list[int]]]] = []
+        self._exports: list[tuple[Prompt, dict[int, bytes]]] = []
         self._lock = threading.Lock()
 
     def run(self, after_each: Callable[[], None]) -> None:
@@ -187,16 +207,38 @@ class Soak:
             engine.check_integrity()
             assert engine.load().kv_used_bytes == 0, "KV memory is held by nobody's request"
 
-    def _prompt(self) -> tuple[int, ...]:
+    def _prompt(self) -> Prompt:
         rng = self.random
+        if self.placeholder and rng.random() < 0.4:
+            return self._prompt_with_images()
         length = rng.choice((2, 5, 17, 33, 60, 100, 150, 280))
         if rng.random() < 0.4:
             # One of a few beginnings, such as a system prompt.
             start = random.Random(rng.randrange(4)).choices(range(32, 127), k=64)
-            return (*start, *rng.choices(range(32, 127), k=length))
-        return tuple(rng.choices(range(32, 127), k=length))
+            return Prompt((*start, *rng.choices(range(32, 127), k=length)))
+        return Prompt(tuple(rng.choices(range(32, 127), k=length)))
 
-    def _work(self, number: int, prompt: tuple[int, ...]) -> GenerateWork:
+    def _prompt_with_images(self) -> Prompt:
+        """Text around one or two images, of few different ones, so that prefixes with images are hit and missed."""
+        rng = self.random
+        images = [image_file(rng.randrange(3), rng.choice(((96, 64), (64, 80)))) for _ in range(rng.choice((1, 1, 2)))]
+        text = "".join(chr(rng.randrange(97, 123)) for _ in range(rng.choice((3, 20, 60))))
+        made = self.engine.media.render(  # type: ignore[union-attr]
+            rng.choice(("See: ", "")) + self.placeholder * len(images) + text, images, add_special_tokens=False
+        )
+        self.with_images += 1
+        return Prompt(tuple(made.token_ids), made.items, made.position_offset)
+
+    @staticmethod
+    def _seen(engine: LocalEngine, prompt: Prompt) -> dict[str, Any]:
+        """What a work's images are to `engine`."""
+        if not prompt.items:
+            return {}
+        assert engine.media is not None
+        inputs = engine.media.inputs(prompt.tokens, prompt.items, prompt.position_offset)
+        return {"media": inputs.material, "media_inputs": inputs}
+
+    def _work(self, number: int, prompt: Prompt) -> GenerateWork:
         rng = self.random
         sampling = SamplingParams(
             max_tokens=rng.choice((1, 3, 10, 30, 90)),
@@ -210,11 +252,12 @@ class Soak:
         priority = rng.choice((0, 0, 0, 0, -1, 1))
         return GenerateWork(
             request_id=str(number),
-            prompt=prompt,
+            prompt=prompt.tokens,
             cache_salt=tenant,
             sampling=sampling,
             tenant=tenant,
             priority=priority,
+            **self._seen(self.engine, prompt),
         )
 
     def _send(self, number: int) -> None:
@@ -227,17 +270,23 @@ class Soak:
         elif kind < 0.35 and self._exports:
             with self._lock:
                 prompt, pieces = rng.choice(self._exports)
-            self._send_with_kv(self._work(number, prompt), pieces, cancel_after)
+            self._send_with_kv(self._work(number, prompt), prompt, pieces, cancel_after)
         else:
             work = self._work(number, prompt)
-            sink = Sink(lambda sink: self._ended(sink, work), cancel_after, open_choices=work.sampling.n)
+            sink = Sink(lambda sink: self._ended(sink, work, prompt), cancel_after, open_choices=work.sampling.n)
             try:
                 sink.cancel = self.engine.generate(work, sink).cancel
             except InvalidRequestError:
                 self._not_sent("too large for the worker")
 
-    def _send_prefill(self, number: int, prompt: tuple[int, ...], cancel_after: int) -> None:
-        work = PrefillWork(request_id=str(number), prompt=prompt, cache_salt="a", tenant="a")
+    def _send_prefill(self, number: int, prompt: Prompt, cancel_after: int) -> None:
+        work = PrefillWork(
+            request_id=str(number),
+            prompt=prompt.tokens,
+            cache_salt="a",
+            tenant="a",
+            **self._seen(self.engine, prompt),
+        )
         handles: list[Any] = []
         known = threading.Event()
 
@@ -254,7 +303,7 @@ class Soak:
         sink.cancel = handles[0].cancel
         known.set()
 
-    def _send_with_kv(self, work: GenerateWork, pieces: dict[int, bytes], cancel_after: int) -> None:
+    def _send_with_kv(self, work: GenerateWork, prompt: Prompt, pieces: dict[int, bytes], cancel_after: int) -> None:
         try:
             slot = self.engine.reserve(work)
         except (CapacityError, InvalidRequestError) as error:
@@ -269,13 +318,13 @@ class Soak:
                     slot.buffer(piece.index)[:] = pieces[piece.index]
                 held.add(piece.index)
         valid = manifest.complete_prefix_tokens(held)
-        sink = Sink(lambda sink: self._ended(sink, work), cancel_after, open_choices=work.sampling.n)
+        sink = Sink(lambda sink: self._ended(sink, work, prompt), cancel_after, open_choices=work.sampling.n)
         sink.cancel = self.engine.generate(work, sink, slot=slot, valid_tokens=valid).cancel
 
-    def _ended(self, sink: Sink, work: GenerateWork) -> None:
+    def _ended(self, sink: Sink, work: GenerateWork, prompt: Prompt) -> None:
         if sink.error is None:
             with self._lock:
-                self._to_check = [*self._to_check[-3:], (work, sink.tokens)]
+                self._to_check = [*self._to_check[-3:], (work, prompt, sink.tokens)]
         self._count("generation", sink)
 
     def _count(self, kind: str, sink: Sink) -> None:
@@ -299,13 +348,15 @@ class Soak:
         with self._lock:
             if not self._to_check:
                 return
-            work, tokens = self._to_check.pop()
+            work, prompt, tokens = self._to_check.pop()
+        work = replace(work, **self._seen(self.alone, prompt))
         done = threading.Event()
         sink = Sink(lambda _: done.set(), open_choices=work.sampling.n)
         self.alone.generate(work, sink)
         if not done.wait(DEADLINE_S):
             raise TimeoutError("a check did not end")
         self.checked += 1
+        self.checked_with_images += bool(prompt.items)
         if sink.error is not None or sink.tokens != tokens:
             self.wrong += 1
             note(f"request {work.request_id} gave {tokens}, alone it gives {sink.tokens} ({sink.error})")
@@ -348,6 +399,9 @@ def save_models(folder: Path) -> list[Path]:
         paths.append(folder / name)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(paths[-1])
         byte_tokenizer().save(str(paths[-1] / "tokenizer.json"))
+    for name in SEEING:
+        paths.append(folder / name)
+        vision_models.save_model(name, paths[-1])
     return paths
 
 
@@ -355,7 +409,7 @@ def soak_model(path: Path, requests: int, figures: Figures) -> int:
     """All of one model; how many requests were checked."""
     model = ModelConfig.model_validate({"name": path.name, "path": path, "dtype": "float32"})
     loaded, other = (load_model(path, model, CHUNK_TOKENS, LoadOptions(checkpoint_every_chunks=2)) for _ in range(2))
-    soak = Soak(loaded, other, requests, SEED)
+    soak = Soak(loaded, other, requests, SEED, vision_models.PLACEHOLDERS[path.name] if path.name in SEEING else "")
     process, levels = psutil.Process(), []
     sent = 0
 
@@ -381,6 +435,9 @@ def soak_model(path: Path, requests: int, figures: Figures) -> int:
     figures.at_least(f"soak_set_back_{path.name}", totals.set_back_growth + totals.set_back_priority, 1)
     figures.at_least(f"soak_prefix_hits_{path.name}", totals.prefix_hits, 1)
     figures.at_least(f"soak_injected_errors_{path.name}", soak.executor.injected, 1)
+    if soak.placeholder:
+        note(f"{path.name}: {soak.with_images} prompts with images, {soak.checked_with_images} of them checked")
+        figures.at_least(f"soak_checked_with_images_{path.name}", soak.checked_with_images, 1)
     return soak.checked
 
 
