@@ -12,12 +12,14 @@ import typer
 from farfill.cli import config, link, model, pki, plan, rollout
 from farfill.cli.autoscale import autoscale
 from farfill.cli.decode import decode
+from farfill.cli.explain import explain
 from farfill.cli.gateway import gateway
 from farfill.cli.parity import parity
 from farfill.cli.prefill import prefill
 from farfill.cli.registry import registry
 from farfill.cli.replay import replay
 from farfill.cli.simulate import simulate
+from farfill.cli.top import top
 from farfill.cli.up import up
 from farfill.cli.version import version
 from farfill.cli.worker import worker
@@ -41,6 +43,8 @@ app.command()(parity)
 app.add_typer(link.app, name="link")
 app.add_typer(plan.app, name="plan")
 app.add_typer(rollout.app, name="rollout")
+app.command()(explain)
+app.command()(top)
 app.command()(replay)
 app.command()(simulate)
 app.command()(autoscale)

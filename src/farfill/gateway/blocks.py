@@ -49,7 +49,7 @@ class FeedError(FarfillError):
     reason = "lost"
 
 
-class _NotTold(FeedError):
+class _NotToldError(FeedError):
     """The worker has no block events at all."""
 
     reason = "not_told"
@@ -71,7 +71,7 @@ class BlockFeed:
         if message.generation != self.instance.generation:
             raise FeedError(f"{self.instance.name}: another process answered", reason="generation")
         if message.chunk_tokens != self.prefixes.chunk_tokens:
-            raise _NotTold(
+            raise _NotToldError(
                 f"{self.instance.name}: its blocks have {message.chunk_tokens} tokens, "
                 f"prefill.chunked_prefill_tokens here is {self.prefixes.chunk_tokens}",
                 reason="chunk_tokens",
@@ -188,7 +188,7 @@ class BlockFeeds:
             began_s = asyncio.get_running_loop().time()
             try:
                 await self._stream(instance)
-            except _NotTold as error:
+            except _NotToldError as error:
                 log.info("block_events_not_told", instance=instance.name, reason=error.reason, detail=str(error))
                 self._observer.block_gap(error.reason)
                 return
@@ -214,7 +214,7 @@ class BlockFeeds:
             server_hostname=self._server_name(instance),
         ) as response:
             if response.status in (400, 404):
-                raise _NotTold(f"{instance.name} answered {response.status}")
+                raise _NotToldError(f"{instance.name} answered {response.status}")
             if response.status != 200:
                 raise FeedError(f"{instance.name} answered {response.status}", reason="refused")
             while data := await response.content.readany():

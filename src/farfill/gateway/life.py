@@ -140,7 +140,7 @@ def _far(record: RequestRecord) -> Iterator[Step]:
         error = record.prefill_error
         yield Step(
             name="far prefill failed", clock="gateway", took_s=record.prefill_leg_s,
-            detail=f"{record.prefill_instance}: {error.reason}: {error.message}",
+            detail=f"{error.reason}: {error.message}",
         )  # fmt: skip
     report = record.prefill
     if report is None:
@@ -170,7 +170,7 @@ def _near(record: RequestRecord) -> Iterator[Step]:
         yield Step(name="fallback", clock=where, detail=f"{record.fallback}: {record.fallback_detail}")
     if start is None:
         return
-    if start.received_tokens or start.kv_wait_s:
+    if start.prefilled_at == "remote" or start.kv_wait_s:
         yield Step(
             name="KV arrived", clock=where, took_s=start.kv_wait_s,
             detail=f"{start.received_tokens} tokens, {start.wire_bytes} bytes",

@@ -1,16 +1,15 @@
-"""Finds a request's record on whichever gateway served it, whichever is asked: through the registry.
+"""Finds a request's record on whichever gateway served it, whichever is asked, and tells what each gateway sees.
 
-Who looks for a request that is not its own puts the question under a lease; the gateway that has it puts the answer on
-the same lease. No gateway needs another one's address, so it works behind any load balancer and with several processes
-on one port.
+Through the registry (`registry.asks`): no gateway needs another one's address, so it works behind any load balancer and
+with several processes on one port.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import zlib
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -19,16 +18,15 @@ from farfill.core.errors import FarfillError, ProtocolError
 from farfill.gateway.background import BackgroundWork
 from farfill.gateway.life import Life, life_of
 from farfill.gateway.records import RequestRecord, RequestRecords
+from farfill.gateway.status import GatewayStatus
+from farfill.registry.asks import ask_for_request
 from farfill.registry.mirror import Mirror
 from farfill.registry.records import ANSWERS, ASKS, AnswerRecord, AskRecord, decode_record, encode_record
 from farfill.registry.store import MAX_VALUE_BYTES, Put, Store
 
 log = structlog.get_logger("farfill.gateway")
 
-ANSWER_S = 1.5
-LEASE_S = 10.0
 MAX_ANSWER_BYTES = MAX_VALUE_BYTES - 4096
-MAX_UNPACKED_BYTES = 64 << 20
 
 
 class RecordLookup:
@@ -39,56 +37,38 @@ class RecordLookup:
         self._records = records
         self._store = store
         self._background = background
+        self._status: Callable[[], GatewayStatus] | None = None
         self._answered: set[str] = set()
-        self._heard = asyncio.Event()
-        self._stack = contextlib.AsyncExitStack()
-        if store is not None:
-            self._asks = Mirror(store, ASKS, on_change=self._asked)
-            self._answers = Mirror(store, ANSWERS, on_change=self._wake)
+        self._asks = None if store is None else Mirror(store, ASKS, on_change=self._asked)
+        self._running = contextlib.AsyncExitStack()
+
+    def tell_status(self, status: Callable[[], GatewayStatus]) -> None:
+        """What to answer those who ask how all gateways are."""
+        self._status = status
 
     async def start(self) -> None:
         """Begin to listen to the others."""
-        if self._store is not None:
-            for mirror in (self._asks, self._answers):
-                await self._stack.enter_async_context(mirror)
+        if self._asks is not None:
+            await self._running.enter_async_context(self._asks)
 
     async def close(self) -> None:
         """Stop."""
-        await self._stack.aclose()
+        await self._running.aclose()
 
     async def find(self, request_id: str, *, wait_s: float = 0.0) -> bytes | None:
         """`Life` as JSON, or None when nobody has it any more. `wait_s`: for this gateway's own to end.
 
         Raises StoreError when it is not this gateway's and the registry cannot be asked.
         """
+        if wait_s > 0 and self._records.runs(request_id):
+            await self._records.next(request_id, wait_s)
         found = self._records.look(request_id)
-        if wait_s > 0 and (found is None or not found.outcome):
-            found = await self._records.get(request_id, wait_s) or self._records.look(request_id)
         if found is not None:
             return msgspec.json.encode(life_of(found, self._gateway))
-        return None if self._store is None else await self._ask(self._store, request_id)
-
-    async def _ask(self, store: Store, request_id: str) -> bytes | None:
-        lease = await store.grant(LEASE_S)
-        name = f"{request_id}/{secrets.token_hex(6)}"
-        try:
-            ask = AskRecord(request_id=request_id, gateway=self._gateway, lease=lease.id)
-            await store.commit([Put(ASKS + name, encode_record(ask), lease.id)])
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    while (entry := self._answers.get(ANSWERS + name)) is None:
-                        self._heard.clear()
-                        await self._heard.wait()
-                    return _unpacked(decode_record(entry.value, AnswerRecord).life)
-            return None
-        finally:
-            self._background.spawn(_revoke(store, lease.id), f"asked-{request_id}")
-
-    def _wake(self) -> None:
-        self._heard.set()
-        self._heard = asyncio.Event()
+        return None if self._store is None else await ask_for_request(self._store, self._gateway, request_id)
 
     def _asked(self) -> None:
+        assert self._asks is not None, "it called"
         entries = self._asks.entries()
         self._answered &= {entry.key for entry in entries}
         for entry in entries:
@@ -97,23 +77,26 @@ class RecordLookup:
             self._answered.add(entry.key)
             with contextlib.suppress(ProtocolError):
                 ask = decode_record(entry.value, AskRecord)
-                found = self._records.look(ask.request_id)
-                if found is not None and ask.gateway != self._gateway:
-                    name = entry.key.removeprefix(ASKS)
-                    self._background.spawn(self._answer(name, found, ask.lease), f"answer-{ask.request_id}")
+                if ask.gateway != self._gateway:
+                    self._tell(entry.key.removeprefix(ASKS), ask)
 
-    async def _answer(self, name: str, found: RequestRecord, lease: int) -> None:
+    def _tell(self, name: str, ask: AskRecord) -> None:
+        if not ask.request_id:
+            if self._status is not None:
+                packed = zlib.compress(msgspec.json.encode(self._status()))
+                self._background.spawn(self._answer(f"{name}/{self._gateway}", packed, ask.lease), f"status-{name}")
+        elif (found := self._records.look(ask.request_id)) is not None:
+            self._background.spawn(self._tell_life(name, found, ask.lease), f"answer-{ask.request_id}")
+
+    async def _tell_life(self, name: str, found: RequestRecord, lease: int) -> None:
+        await self._answer(name, await asyncio.to_thread(_packed, life_of(found, self._gateway)), lease)
+
+    async def _answer(self, name: str, packed: bytes, lease: int) -> None:
         assert self._store is not None, "somebody asked through it"
-        packed = await asyncio.to_thread(_packed, life_of(found, self._gateway))
         try:
-            await self._store.commit([Put(ANSWERS + name, encode_record(AnswerRecord(life=packed)), lease)])
+            await self._store.commit([Put(ANSWERS + name, encode_record(AnswerRecord(packed=packed)), lease)])
         except FarfillError as error:
-            log.warning("record_not_told", request_id=found.request_id, reason=error.reason, error=str(error))
-
-
-async def _revoke(store: Store, lease: int) -> None:
-    with contextlib.suppress(FarfillError):
-        await store.revoke(lease)
+            log.warning("answer_not_told", name=name, reason=error.reason, error=str(error))
 
 
 def _packed(life: Life) -> bytes:
@@ -122,14 +105,3 @@ def _packed(life: Life) -> bytes:
         record = msgspec.structs.replace(life.record, decisions=[])
         packed = zlib.compress(msgspec.json.encode(msgspec.structs.replace(life, record=record, rankings=[])))
     return packed
-
-
-def _unpacked(packed: bytes) -> bytes:
-    unpacking = zlib.decompressobj()
-    try:
-        data = unpacking.decompress(packed, MAX_UNPACKED_BYTES)
-    except zlib.error as error:
-        raise ProtocolError(f"another gateway's answer makes no sense: {error}", side="registry") from error
-    if not unpacking.eof:
-        raise ProtocolError(f"another gateway's answer is longer than {MAX_UNPACKED_BYTES} bytes", side="registry")
-    return data

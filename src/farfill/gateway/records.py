@@ -142,11 +142,17 @@ class RequestRecords:
         """As it is now, finished or not."""
         return self._running.get(request_id) or self._records.get(request_id)
 
+    def runs(self, request_id: str) -> bool:
+        """Whether it is still to be published."""
+        return request_id in self._running
+
     async def get(self, request_id: str, wait_s: float) -> RequestRecord | None:
         """The record, waiting up to `wait_s` for it to be published."""
         found = self._records.get(request_id)
-        if found is not None or wait_s <= 0:
-            return found
+        return found if found is not None or wait_s <= 0 else await self.next(request_id, wait_s)
+
+    async def next(self, request_id: str, wait_s: float) -> RequestRecord | None:
+        """The next record of this id to be published, within `wait_s`."""
         waiter: asyncio.Future[RequestRecord] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(request_id, []).append(waiter)
         try:

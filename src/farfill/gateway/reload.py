@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
@@ -39,27 +39,49 @@ class Reloaded:
 
 @dataclass(slots=True)
 class Reloader:
-    """Owned by the event loop. `config` is what is in force, restarts aside."""
+    """Owned by the event loop. `config` is what is in force, restarts aside; `started` what the process began with.
+
+    `restart`: keys of `config` that the process does not follow until it is started anew. `version` is that of the
+    registry's configuration, 0: the file's.
+    """
 
     config: ClusterConfig
     placer: Placer
     admission: Admission
     threshold: Threshold
     links: LinkView
+    models: Callable[[ClusterConfig], None] = lambda _: None
+    restart: tuple[str, ...] = ()
+    version: int = 0
+    started: ClusterConfig = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.started = self.config
 
     def apply(self, found: ClusterConfig) -> Reloaded:
         """Take over what can be. Requests that were placed or wait keep what was decided of them."""
-        changed = sorted(_changed(self.config.model_dump(mode="json"), found.model_dump(mode="json")))
-        applied = tuple(k for k in changed if k.startswith(APPLIED) and k not in NOT_APPLIED)
-        restart = tuple(k for k in changed if k not in applied)
+        applied = tuple(key for key in changed_keys(self.config, found) if applies(key))
+        # Of all changes since the start, not of the latest alone: they stay unfollowed however often this is asked.
+        self.restart = tuple(key for key in changed_keys(self.started, found) if not applies(key))
         if applied:
             self.links.configure(found.routing)
             self.threshold.configure(found.routing)
             self.placer.configure(found)
+            self.models(found)
             self.admission.configure(found.gateway, found.admission)
         self.config = found
-        log.info("config_reloaded", applied=list(applied), needs_restart=list(restart))
-        return Reloaded(applied, restart)
+        log.info("config_reloaded", applied=list(applied), needs_restart=list(self.restart), version=self.version)
+        return Reloaded(applied, self.restart)
+
+
+def applies(key: str) -> bool:
+    """Whether a change of `key` is taken over while requests run."""
+    return key.startswith(APPLIED) and key not in NOT_APPLIED
+
+
+def changed_keys(old: ClusterConfig, new: ClusterConfig) -> list[str]:
+    """Keys with other values, dotted, in order."""
+    return sorted(_changed(old.model_dump(mode="json"), new.model_dump(mode="json")))
 
 
 def _changed(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:

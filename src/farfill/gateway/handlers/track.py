@@ -145,6 +145,7 @@ class RequestTracker:
         timing = generation.timing
         record.start = generation.start
         record.placement = "remote" if generation.remote else "local"
+        self._service.traffic.finished(summary)
         record.fallback = str(generation.fallback)
         record.fallback_detail = generation.fallback_detail
         record.transfer_id = generation.transfer_id
