@@ -7,7 +7,7 @@ from farfill.policy.breaker import BreakerLimits, CircuitBreaker, Outcome
 from farfill.policy.budget import BudgetLimits, BudgetVerdict, FallbackBudget
 from farfill.policy.candidates import Candidate, PlacementRequest
 from farfill.policy.decider import OffloadQuery, SiteInputs, decide_offload
-from farfill.policy.offload import uncached_tokens
+from farfill.policy.offload import Forced, uncached_tokens
 from farfill.policy.placement import (
     DECODE_WEIGHTS,
     PREFILL_FILTERS,
@@ -114,7 +114,8 @@ class Gateway:
             if all(site.regime.state is Bandwidth.ABUNDANT for site in self._hardware.far)
             else Bandwidth.SCARCE
         )
-        if request.compared >= self.threshold_tokens:  # short prompts need not look at sites
+        # Short prompts need not look at sites.
+        if request.compared >= self.threshold_tokens or request.forced is Forced.REMOTE:
             for site in self._hardware.far:
                 inputs = self._inputs(site, request, hits)
                 if inputs is not None:
@@ -127,6 +128,7 @@ class Gateway:
                 threshold_tokens=self.threshold_tokens,
                 bandwidth=bandwidth,
                 sites=tuple(sites),
+                forced=request.forced,
                 in_rollout=percent >= 100
                 or in_share(
                     self.share,

@@ -105,13 +105,8 @@ class PrefillServer:
             if request.attempt != attempt:
                 continue
             now_s = self._kernel.now_s
-            hit = self.cache.leading(request.keys) * self._block_tokens if request.keys else 0
-            request.cached = min(hit, request.prompt - 1)
-            # What the gateway believed was cached is not what is: the difference is computed, and told.
-            uncached = max(0, request.prompt - 1 - request.cached)
-            self.outstanding_tokens += uncached - request.uncached
-            request.uncached = uncached
-            seconds = self._times.alone_s(uncached)
+            self._take_hit(request)
+            seconds = self._times.alone_s(request.uncached)
             if self._queue:
                 seconds /= self._times.batch_speedup
             self._serving, self._from_s, self._to_s = request, now_s, now_s + seconds
@@ -121,6 +116,14 @@ class PrefillServer:
             self._kernel.at(self._to_s, self._end, self._version)
             self._started(request)
             return
+
+    def _take_hit(self, request: Request) -> None:
+        """What the gateway believed was cached is not what is: the difference is computed, and told."""
+        hit = self.cache.leading(request.keys) * self._block_tokens if request.keys else 0
+        request.cached = min(hit, request.prompt - 1)
+        uncached = max(0, request.prompt - 1 - request.cached)
+        self.outstanding_tokens += uncached - request.uncached
+        request.uncached = uncached
 
     def _end(self, version: int) -> None:
         if version != self._version:

@@ -67,6 +67,18 @@ class Records:
         return np.array(getattr(self, name), dtype=np.float64)
 
 
+class Kept:
+    """What became of every simulated request, by its number in the recording."""
+
+    def __init__(self) -> None:
+        self.ended: dict[int, tuple[float, float, bool]] = {}
+
+    def finished(self, request: Request, now_s: float) -> None:
+        """Its last token is out."""
+        number = int(request.ident[1:])
+        self.ended[number] = (request.first_s - request.arrival_s, now_s, bool(request.far))
+
+
 @dataclass(slots=True)
 class Samples:
     """Series over time. When there are too many, every other one goes, so that the whole run stays in sight."""

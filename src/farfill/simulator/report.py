@@ -13,6 +13,7 @@ from rich.text import Text
 from farfill.core.errors import ConfigError
 from farfill.planner.kv_report import seconds_text
 from farfill.planner.plot import figure, save
+from farfill.simulator.replay import Replayed
 from farfill.simulator.run import Result, Spread
 
 
@@ -27,6 +28,8 @@ def print_result(console: Console, result: Result) -> None:
     )
     console.print(_latencies(result))
     console.print(_rates(result))
+    if result.replayed is not None:
+        console.print(_replayed(result.replayed))
     for title, counts in (
         ("placed", result.placements),
         ("fell back", result.fallbacks),
@@ -93,6 +96,31 @@ def _rates(result: Result) -> Table:
             f"link from {link.site}",
             f"{link.gbit_per_s:.3g} Gbit/s, {link.utilisation:.1%} of it, {link.most:.0%} at most",
         )
+    return table
+
+
+def _replayed(replayed: Replayed) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (f"{replayed.requests:,} requests", "measured", "simulated", "off"):
+        table.add_column(name, justify="right" if name in ("measured", "simulated", "off") else "left")
+    pairs = (
+        (replayed.measured_ttft_s, replayed.simulated_ttft_s),
+        (
+            replayed.measured_ttft_p90_s,
+            replayed.simulated_ttft_p90_s,
+        ),
+    )
+    for name, (then, now), off in zip(("mean TTFT", "P90 TTFT"), pairs, (replayed.ttft_off, None), strict=True):
+        table.add_row(name, seconds_text(then), seconds_text(now), "" if off is None else f"{off:+.1%}")
+    table.add_row(
+        "requests/s",
+        f"{replayed.measured_requests_per_s:.3f}",
+        f"{replayed.simulated_requests_per_s:.3f}",
+        f"{replayed.throughput_off:+.1%}",
+    )
+    table.add_row("tokens/s", f"{replayed.measured_tokens_per_s:.1f}", f"{replayed.simulated_tokens_per_s:.1f}", "")
+    verdict = "within" if replayed.within else "over"
+    table.caption = f"{verdict} {replayed.bound:.0%}; {replayed.same_placement:.0%} placed as they were"
     return table
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from farfill.policy.offload import Forced
+
 
 class Request:
     """What is asked for, and what has happened to it so far. `attempt` grows when it starts over: what an earlier
@@ -23,6 +25,8 @@ class Request:
         "far",
         "first_s",
         "flow",
+        "forced",
+        "given",
         "ident",
         "keys",
         "output",
@@ -50,6 +54,7 @@ class Request:
         session: Any = None,
         turn: int = 0,
         tenant: str = "",
+        forced: Forced | None = None,
     ) -> None:
         self.ident = ident
         self.arrival_s = arrival_s
@@ -59,6 +64,7 @@ class Request:
         self.session = session
         self.turn = turn
         self.tenant = tenant
+        self.forced = forced
         self.attempt = 0
         self.budgeted_s = -1.0
         self.cached = 0
@@ -70,6 +76,7 @@ class Request:
         self.far = ""
         self.first_s = -1.0
         self.flow: Any = None
+        self.given = 0.0
         self.prefill: Any = None
         self.prefill_from_s = -1.0
         self.prefill_to_s = -1.0

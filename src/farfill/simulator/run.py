@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from farfill.planner.curves import Floats
+from farfill.simulator.replay import DEFAULT_BOUND, Replayed, held_against
 from farfill.simulator.scenario import Scenario
 from farfill.simulator.world import World
 
@@ -75,10 +76,11 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     at_s: list[float]
     series: dict[str, list[float]]
     ttft_s: list[float]
+    replayed: Replayed | None = None
 
 
-def simulate(scenario: Scenario) -> Result:
-    """All of it, on virtual time."""
+def simulate(scenario: Scenario, *, bound: float = DEFAULT_BOUND) -> Result:
+    """All of it, on virtual time. `bound` is how far a replay may be off its recording."""
     world = World(scenario)
     before = gc.get_threshold()
     gc.set_threshold(_COLLECT_AFTER)  # a run makes millions of values and no cycles
@@ -86,10 +88,10 @@ def simulate(scenario: Scenario) -> Result:
         world.run()
     finally:
         gc.set_threshold(*before)
-    return summed_up(world)
+    return summed_up(world, bound)
 
 
-def summed_up(world: World) -> Result:
+def summed_up(world: World, bound: float = DEFAULT_BOUND) -> Result:
     """The result of a world that has run."""
     records, scenario = world.records, world.scenario
     arrival, ttft, tpot, end = (records.column(name) for name in ("arrival", "ttft", "tpot", "end"))
@@ -141,6 +143,7 @@ def summed_up(world: World) -> Result:
         at_s=world.monitor.samples.at_s,
         series=world.monitor.samples.series,
         ttft_s=[float(v) for v in np.quantile(ttft, np.linspace(0, 1, 201))] if count else [],
+        replayed=held_against(world, bound) if scenario.recorded else None,
     )
 
 

@@ -12,9 +12,10 @@ from farfill.planner.capacity import plan_capacity
 from farfill.planner.inputs import read_input, refuse
 from farfill.planner.lengths import Lengths
 from farfill.planner.problem import Problem, lengths_from, read_problem
-from farfill.planner.trace import TraceLine, read_trace_lines
+from farfill.planner.trace import TraceLine, is_recording, read_recording, read_trace_lines
 from farfill.policy.plugins import SCORERS, plugin
 from farfill.simulator.scenario_file import FleetSection, ScenarioFile
+from farfill.wire.recording import RecordedRequest
 
 NEVER = 1 << 40
 """A threshold no prompt reaches."""
@@ -22,7 +23,8 @@ NEVER = 1 << 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
-    """`rate_per_s` is the mean; `trace` replaces generated traffic. `output` None: always the plan's mean."""
+    """`rate_per_s` is the mean; `trace` replaces generated traffic, and `recorded` says more of the same requests.
+    `output` None: always the plan's mean."""
 
     name: str
     file: ScenarioFile
@@ -33,6 +35,7 @@ class Scenario:
     input: Lengths
     output: Lengths | None
     trace: tuple[TraceLine, ...] = ()
+    recorded: tuple[RecordedRequest, ...] = ()
 
 
 def read_scenario(
@@ -57,6 +60,7 @@ class _Reader:
         fleet = file.fleet or _fleet(option)
         self._check(problem, fleet)
         trace = tuple(read_trace_lines(replay)) if replay is not None else ()
+        recorded = tuple(read_recording(replay)) if replay is not None and is_recording(replay) else ()
         rate = file.traffic.requests_per_s or rate
         if rate is None and not trace:
             raise self._refuse(("traffic", "requests_per_s"), "not known", "add it, or a baseline")
@@ -75,6 +79,7 @@ class _Reader:
             input=problem.workload.lengths if file.traffic.input is None else self._lengths("input"),
             output=None if file.traffic.output is None else self._lengths("output"),
             trace=trace,
+            recorded=recorded,
         )
 
     def _option(self, problem: Problem, base: Path) -> tuple[Option | None, float | None]:

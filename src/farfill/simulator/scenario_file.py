@@ -122,6 +122,19 @@ class PoliciesSection(Section):
     index_blocks: int = Field(default=1_000_000, ge=2, description="Bound of the prefix index.")
 
 
+class EngineShape(Section):
+    prefill: Literal["one_by_one", "in_turns"] = Field(
+        default="one_by_one",
+        description="How an instance computes several prompts; in_turns: a chunk of each, as the embedded engine does.",
+    )
+    step_tokens: int = Field(
+        default=0, ge=0, description="in_turns: tokens of a chunk between two decode steps; 0: the whole chunk."
+    )
+    pieces_per_chunk: int = Field(
+        default=1, ge=1, le=1000, description="in_turns: KV of a chunk leaves in so many parts (layers)."
+    )
+
+
 class CacheSection(Section):
     decode_tokens: int = Field(default=2_000_000, ge=0, description="Prefix cache of each decode instance.")
     prefill_tokens: int = Field(default=2_000_000, ge=0, description="Prefix cache of each prefill instance.")
@@ -162,6 +175,7 @@ class ScenarioFile(Section):
     links: dict[str, LinkShape] = Field(default={}, description="How the link from each far site behaves.")
     events: list[EventSection] = Field(default=[], description="Failures and cuts by the clock.")
     failures: FailuresSection | None = Field(default=None, description="Instances that die at random; unset: none.")
+    engine: EngineShape = EngineShape()
     caches: CacheSection = CacheSection()
     policies: PoliciesSection = PoliciesSection()
     autoscale: ScalingSection | None = Field(default=None, description="Instance counts that follow the load.")

@@ -19,6 +19,7 @@ from farfill.simulator.scenario import Scenario
 from farfill.simulator.scenario_file import LinkShape
 from farfill.simulator.times import PrefillTimes, StepTimes
 from farfill.simulator.traffic import longest_tokens
+from farfill.simulator.turns import TurnLimits, TurnsDecode, TurnsPrefill
 
 MODEL = "simulated"
 FINGERPRINT = "simulated"
@@ -46,6 +47,7 @@ class Told:
     """Who is told what happens at servers."""
 
     prefill_started: Callable[[Request], None]
+    computing: Callable[[Request, int, int, float], None]
     prefill_finished: Callable[[Request], None]
     locally_prefilled: Callable[[Request], None]
     first_token: Callable[[Request], None]
@@ -66,6 +68,7 @@ class Hardware:
         problem, fleet = scenario.problem, scenario.fleet
         self._steps = StepTimes(problem.near.profile)
         self.max_batch = self._steps.max_batch
+        self._turns = _turn_limits(scenario, self.max_batch)
         self.near = self._site(problem.near.name, problem.near.profile, None)
         self.far = [
             self._site(
@@ -109,34 +112,11 @@ class Hardware:
             state=state,
             max_context_tokens=1 << 40,
         )
-        caches = self._scenario.file.caches
-        told = self._told
         if role is Role.DECODE:
-            cache = BlockCache(caches.decode_tokens // self._block_tokens)
-            decode = DecodeServer(
-                self._kernel,
-                instance,
-                self._steps,
-                site.times,
-                cache,
-                chunk_tokens=self._scenario.problem.chunk_tokens,
-                prefilled=told.locally_prefilled,
-                first=told.first_token,
-                finished=told.finished,
-            )
+            decode = self._decode_server(site, instance)
             site.decode.append(decode)
             return decode
-        assert site.times is not None, "a site that prefills has times"
-        cache = BlockCache(caches.prefill_tokens // self._block_tokens)
-        prefill = PrefillServer(
-            self._kernel,
-            instance,
-            site.times,
-            cache,
-            block_tokens=self._block_tokens,
-            started=told.prefill_started,
-            finished=told.prefill_finished,
-        )
+        prefill = self._prefill_server(site, instance)
         site.prefill.append(prefill)
         return prefill
 
@@ -154,6 +134,56 @@ class Hardware:
                 site.gone_busy_s += server.busy_s
             site.prefill = [s for s in site.prefill if s is not server]
 
+    def _decode_server(self, site: Site, instance: Instance) -> DecodeServer:
+        told, cache = self._told, BlockCache(self._scenario.file.caches.decode_tokens // self._block_tokens)
+        if self._turns is not None:
+            return TurnsDecode(
+                self._kernel,
+                instance,
+                self._steps,
+                site.times,
+                cache,
+                limits=self._turns,
+                prefilled=told.locally_prefilled,
+                first=told.first_token,
+                finished=told.finished,
+            )
+        return DecodeServer(
+            self._kernel,
+            instance,
+            self._steps,
+            site.times,
+            cache,
+            chunk_tokens=self._scenario.problem.chunk_tokens,
+            prefilled=told.locally_prefilled,
+            first=told.first_token,
+            finished=told.finished,
+        )
+
+    def _prefill_server(self, site: Site, instance: Instance) -> PrefillServer:
+        assert site.times is not None, "a site that prefills has times"
+        told, cache = self._told, BlockCache(self._scenario.file.caches.prefill_tokens // self._block_tokens)
+        if self._turns is not None:
+            return TurnsPrefill(
+                self._kernel,
+                instance,
+                site.times,
+                cache,
+                limits=self._turns,
+                block_tokens=self._block_tokens,
+                computing=told.computing,
+                finished=told.prefill_finished,
+            )
+        return PrefillServer(
+            self._kernel,
+            instance,
+            site.times,
+            cache,
+            block_tokens=self._block_tokens,
+            started=told.prefill_started,
+            finished=told.prefill_finished,
+        )
+
     def _site(self, name: str, profile: Profile, link: SharedLink | None) -> Site:
         times = None if profile.prefill is None else PrefillTimes(profile, self._longest)
         limits = RegimeLimits(
@@ -170,6 +200,13 @@ class Hardware:
 
 def _carries(bytes_per_s: float, rtt_s: float, shape: LinkShape) -> float:
     return goodput(bytes_per_s, rtt_s, shape.loss, shape.connections, loss_based=shape.congestion == "cubic")
+
+
+def _turn_limits(scenario: Scenario, max_batch: int) -> TurnLimits | None:
+    engine, chunk_tokens = scenario.file.engine, scenario.problem.chunk_tokens
+    if engine.prefill != "in_turns":
+        return None
+    return TurnLimits(chunk_tokens=chunk_tokens, step_tokens=engine.step_tokens or chunk_tokens, max_rows=max_batch)
 
 
 def _scaled(scenario: Scenario, site: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -11,11 +11,13 @@ import numpy as np
 from numpy.random import PCG64, Generator, SeedSequence
 
 from farfill.planner.lengths import Lengths
-from farfill.planner.trace import BLOCK_TOKENS, TraceLine
+from farfill.planner.trace import TraceLine
+from farfill.policy.offload import Forced
 from farfill.simulator.kernel import Kernel
 from farfill.simulator.request import Request
 from farfill.simulator.scenario import Scenario
 from farfill.simulator.scenario_file import LoadPoint, TrafficSection
+from farfill.wire.recording import RecordedRequest
 
 _DRAWN_AT_ONCE = 4096
 _GROUP_KEY = 1 << 62
@@ -214,11 +216,18 @@ class GeneratedTraffic:
 
 
 class TraceTraffic:
-    """Requests as they were recorded, in open loop."""
+    """Requests as they were recorded, in open loop. `recorded`, where there is any, says more of the same requests."""
 
-    def __init__(self, kernel: Kernel, lines: tuple[TraceLine, ...], arrive: Callable[[Request], None]) -> None:
+    def __init__(
+        self,
+        kernel: Kernel,
+        lines: Sequence[TraceLine],
+        recorded: Sequence[RecordedRequest],
+        arrive: Callable[[Request], None],
+    ) -> None:
         self._kernel = kernel
         self._lines = lines
+        self._recorded = recorded
         self._arrive = arrive
         self._first_ms = lines[0].timestamp
 
@@ -233,9 +242,18 @@ class TraceTraffic:
         line = self._lines[index]
         if index + 1 < len(self._lines):
             self._kernel.at((self._lines[index + 1].timestamp - self._first_ms) / 1000, self._come, index + 1)
-        keys = [(i & (1 << 64) - 1).to_bytes(8, "little") for i in line.hash_ids[: line.input_length // BLOCK_TOKENS]]
-        output = max(1, line.output_length)
-        self._arrive(Request(f"r{index}", self._kernel.now_s, line.input_length, output, keys=keys))
+        blocks = line.input_length // line.block_tokens
+        keys = [(i & (1 << 64) - 1).to_bytes(8, "little") for i in line.hash_ids[:blocks]]
+        request = Request(f"r{index}", self._kernel.now_s, line.input_length, max(1, line.output_length), keys=keys)
+        if self._recorded:
+            said = self._recorded[index]
+            request.tenant = said.tenant
+            request.session = Session(index, said.session, said.tenant, 0, 0, 0, talks=False) if said.session else None
+            request.forced = Forced(said.forced) if said.forced else None
+            # What tokenizing took is not simulated: it is known.
+            self._kernel.at(self._kernel.now_s + said.before_s, self._arrive, request)
+        else:
+            self._arrive(request)
 
 
 def longest_tokens(scenario: Scenario) -> float:

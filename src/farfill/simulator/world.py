@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from farfill.core.cluster import FallbackReason, PlacementReason
-from farfill.planner.trace import BLOCK_TOKENS
 from farfill.policy.admission import Admission, AdmissionLimits, Arrival, Effect, Refused, Started, TenantLimits
 from farfill.policy.breaker import Outcome
 from farfill.policy.prefix import PrefixHits
@@ -12,7 +11,7 @@ from farfill.simulator.gateway import Gateway
 from farfill.simulator.kernel import Kernel
 from farfill.simulator.monitor import Monitor
 from farfill.simulator.prefill import PrefillServer
-from farfill.simulator.records import Records
+from farfill.simulator.records import Kept, Records
 from farfill.simulator.request import Request
 from farfill.simulator.scenario import Scenario
 from farfill.simulator.sites import Hardware, Server, Site, Told
@@ -31,11 +30,17 @@ class World:
         file = scenario.file
         self.scenario = scenario
         self.kernel = Kernel()
-        self.block_tokens = BLOCK_TOKENS if scenario.trace else scenario.problem.chunk_tokens
+        self.block_tokens = scenario.trace[0].block_tokens if scenario.trace else scenario.problem.chunk_tokens
         self.total = len(scenario.trace) or file.requests
         self.records = Records(int(self.total * file.warmup))
+        self.kept = Kept() if scenario.recorded else None
         told = Told(
-            self._prefill_started, self._prefill_finished, self._kv_ready, self._first_token, self._answer_complete
+            prefill_started=self._prefill_started,
+            computing=self._computing,
+            prefill_finished=self._prefill_finished,
+            locally_prefilled=self._kv_ready,
+            first_token=self._first_token,
+            finished=self._answer_complete,
         )
         self.hardware = Hardware(self.kernel, scenario, self.block_tokens, told)
         self.sizes = Sizes(scenario.problem.kv.bytes_at, longest_tokens(scenario))
@@ -45,9 +50,10 @@ class World:
         self._tick_s = _INF
         self._chunk = scenario.problem.chunk_tokens
         self._policies = file.policies
+        self._pieces = file.engine.pieces_per_chunk
         self.over = 0
         if scenario.trace:
-            self._traffic = TraceTraffic(self.kernel, scenario.trace, self._arrive)
+            self._traffic = TraceTraffic(self.kernel, scenario.trace, scenario.recorded, self._arrive)
         else:
             self._traffic = GeneratedTraffic(self.kernel, scenario, self.block_tokens, self._arrive)
         self.troubles = Troubles(self)
@@ -172,8 +178,41 @@ class World:
             link = self.hardware.by_name[request.far].link
             assert link is not None
             request.to_send = self._sent_bytes(request)
-            request.flow = link.start(request, self._early_bytes(request), self._early_done)
+            request.given = self._early_bytes(request)
+            request.flow = link.start(request, request.given, self._early_done)
             self.troubles.flow_started(link, request)
+
+    def _computing(self, request: Request, start: int, end: int, seconds: float) -> None:
+        """A piece of a far prompt is being computed: what was computed before leaves, and its own parts (layers) do as
+        they come; the last part stays until the piece is complete."""
+        if not request.far or request.prefill is None:
+            return
+        pieces = self._pieces
+        self._sends((request, request.attempt, start))
+        early = start + (end - start) * (1 - 1 / pieces)
+        if pieces > 1:
+            self.kernel.at(self.kernel.now_s + seconds / pieces, self._sends, (request, request.attempt, early))
+
+    def _sends(self, job: tuple[Request, int, float]) -> None:
+        """KV of its first tokens, as far as decode has none of it, may leave."""
+        request, attempt, tokens = job
+        if request.attempt != attempt or request.prefill is None:
+            return
+        if request.to_send < 0:
+            request.to_send = self._sent_bytes(request)
+        decode: DecodeServer = request.decode
+        near = decode.cache.leading(request.keys) * self.block_tokens if request.keys else 0
+        size = max(0.0, tokens - near) * self.sizes.per_token - request.given
+        if size < 1:
+            return
+        link = self.hardware.by_name[request.far].link
+        assert link is not None
+        request.given += size
+        if request.flow is not None:
+            link.extend(request.flow, size)
+            return
+        request.flow = link.start(request, size, self._early_done)
+        self.troubles.flow_started(link, request)
 
     def _early_done(self, request: Request) -> None:
         """The link was faster than prefill: what is left comes with the last chunk."""
@@ -191,14 +230,12 @@ class World:
         assert link is not None
         if request.to_send < 0:
             request.to_send = self._sent_bytes(request)
-        total = request.to_send
+        left = max(1.0, request.to_send - request.given)
         if request.flow is not None:
-            flow = request.flow
-            flow.done = self._all_sent
-            link.extend(flow, max(1.0, total - flow.bytes))
+            request.flow.done = self._all_sent
+            link.extend(request.flow, left)
             return
-        left = total - (self._early_bytes(request) if request.uncached > self._chunk else 0.0)
-        request.flow = link.start(request, max(1.0, left), self._all_sent)
+        request.flow = link.start(request, left, self._all_sent)
         self.troubles.flow_started(link, request)
 
     def _all_sent(self, request: Request) -> None:
@@ -233,6 +270,8 @@ class World:
     def _answer_complete(self, request: Request) -> None:
         request.decode.expected.pop(request, None)
         self.records.finished(request, self.kernel.now_s)
+        if self.kept is not None:
+            self.kept.finished(request, self.kernel.now_s)
         self._release(request)
         self._traffic.ended(request)
         self.monitor.maybe_drained(request.decode)
@@ -312,6 +351,7 @@ class World:
         request.prefill = None
         request.far = ""
         request.prefill_from_s = request.prefill_to_s = request.sent_s = request.to_send = -1.0
+        request.given = 0.0
         if len(request.excluded) >= MAX_FAR_ATTEMPTS:
             request.excluded = tuple(s.instance.name for site in self.hardware.far for s in site.prefill)
         self._dispatch(request)

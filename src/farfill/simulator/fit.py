@@ -1,0 +1,261 @@
+"""A scenario out of a gateway's recording alone: sites, instances, speeds and link as the recorded requests show them.
+
+What is fitted are parts: seconds of computing by tokens, seconds of a decode step by running sequences, bytes of KV by
+tokens, the link's rate. Never fitted are the figures a replay is judged by, times to first token and throughput: those
+come out of the simulated queues.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from farfill.core.errors import ConfigError
+from farfill.planner.curves import Floats, QuadraticCurve
+from farfill.planner.kv_size import MeasuredKVSize
+from farfill.planner.lengths import observed
+from farfill.planner.problem import Link, Problem, Site, Workload
+from farfill.planner.profile import DecodePoint, Profile
+from farfill.planner.trace import read_recording, read_trace_lines
+from farfill.simulator.scenario import NEVER, Scenario
+from farfill.simulator.scenario_file import (
+    CacheSection,
+    EngineShape,
+    FleetSection,
+    PoliciesSection,
+    ScenarioFile,
+)
+from farfill.wire.recording import RecordedPrefill, RecordedRequest, RecordedTransfer
+
+LEAST_REQUESTS = 8
+_UNKNOWN_LINK_BYTES_PER_S = 125e6
+_MONITOR_S = 0.5
+_UNLIMITED_S = 1e6
+
+
+def scenario_of_recording(path: Path) -> Scenario:
+    """Everything from the file. Raises TraceError for broken lines, ConfigError when it says too little."""
+    recorded, lines = read_recording(path), read_trace_lines(path)
+    served = [r for r in recorded if r.outcome == "ok" and r.prefill is not None and r.ttft_s is not None]
+    if len(served) < LEAST_REQUESTS:
+        raise ConfigError(
+            f"{path}: {len(served)} requests ended well, too few to learn from (at least {LEAST_REQUESTS});"
+            " record longer, or give a scenario too"
+        )
+    near = Counter(r.decode_site for r in served).most_common(1)[0][0]
+    engine, chunk_tokens = served[-1].engine, served[-1].block_tokens
+    prefills = [r.prefill for r in served if r.prefill is not None]
+    far = sorted({p.site for p in prefills if p.site != near})
+    decodes = sorted({r.decode for r in served})
+    near_prefill = sorted({p.instance for p in prefills if p.site == near} - set(decodes))
+    sizes = _kv_size(served)
+    file = ScenarioFile(
+        plan=path,
+        requests=len(lines),
+        warmup=0.0,
+        monitor_s=_MONITOR_S,
+        engine=EngineShape(
+            prefill="in_turns" if engine.type == "torch" else "one_by_one",
+            step_tokens=min(engine.step_tokens, chunk_tokens),
+            pieces_per_chunk=_pieces(served, chunk_tokens),
+        ),
+        caches=_caches(served, sizes),
+        policies=PoliciesSection(adapt_threshold=served[-1].adaptive),
+    )
+    return Scenario(
+        name=path.stem,
+        file=file,
+        problem=_problem(served, near, far, sizes),
+        fleet=FleetSection(
+            near_prefill=len(near_prefill),
+            near_decode=len(decodes),
+            far={site: len({p.instance for p in prefills if p.site == site}) for site in far},
+        ),
+        threshold_tokens=served[0].threshold_tokens if far else NEVER,
+        rate_per_s=1.0,
+        input=observed([line.input_length for line in lines]),
+        output=None,
+        trace=tuple(lines),
+        recorded=tuple(recorded),
+    )
+
+
+def _problem(served: Sequence[RecordedRequest], near: str, far: Sequence[str], sizes: MeasuredKVSize) -> Problem:
+    outputs = [r.output_length for r in served]
+    inputs = [r.input_length for r in served]
+    decode = _decode_points(served)
+    return Problem(
+        name=served[0].model,
+        kv=sizes,
+        geometry=None,
+        model_dir=None,
+        workload=Workload(
+            lengths=observed(inputs),
+            input_tokens=float(np.mean(inputs)),
+            output_tokens=float(max(1.0, np.mean(outputs))),
+            context_tokens=float(np.mean(inputs) + np.mean(outputs) / 2),
+            requests_per_s=None,
+            arrival_scv=1.0,
+            source="the recording",
+        ),
+        near=Site(name=near, profile=_profile(served, near, decode), instances=1, price=1.0),
+        far=tuple(
+            (Site(name=site, profile=_profile(served, site, ()), instances=1, price=1.0), _link(served, site))
+            for site in far
+        ),
+        tpot_s=_UNLIMITED_S,
+        ttft_s=None,
+        quantile=0.9,
+        headroom=0.0,
+        link_utilisation=1.0,
+        chunk_tokens=served[-1].block_tokens,
+        at_mean_length=False,
+    )
+
+
+def _profile(served: Sequence[RecordedRequest], site: str, decode: tuple[DecodePoint, ...]) -> Profile:
+    """Prefill of that site, or of all where it never prefilled."""
+    own = [r.prefill for r in served if r.prefill is not None and r.prefill.site == site]
+    computed = [p for p in own or [r.prefill for r in served if r.prefill is not None] if p.computed_tokens > 0]
+    return Profile(
+        name=site,
+        accelerator="",
+        gpus_per_instance=1,
+        prefill=_prefill_curve(computed),
+        decode=decode,
+        max_batch=served[-1].engine.max_batch,
+        sources=(f"{len(computed)} recorded prefills",),
+    )
+
+
+def _prefill_curve(computed: Sequence[RecordedPrefill]) -> QuadraticCurve:
+    """Seconds from no token to n; what was cached before was not computed, but attended to."""
+    if not computed:
+        return QuadraticCurve(0.0, 1e-9, 0.0)
+    start = np.array([p.cached_tokens for p in computed], dtype=np.float64)
+    end = start + np.array([p.computed_tokens for p in computed], dtype=np.float64)
+    features = np.stack([(start == 0).astype(np.float64), end - start, end**2 - start**2], axis=1)
+    fixed, linear, square = _nonnegative(features, np.array([p.seconds for p in computed], dtype=np.float64))
+    return QuadraticCurve(float(fixed), float(linear), float(square))
+
+
+def _decode_points(served: Sequence[RecordedRequest]) -> tuple[DecodePoint, ...]:
+    """A decode step by running sequences: what lies between the tokens of each answer, less the prefill its instance
+    did meanwhile, against how many answers ran there on average."""
+    running = [r for r in served if r.output_length > 1 and r.tpot_s is not None]
+    context = float(np.mean([r.input_length + r.output_length / 2 for r in served]))
+    if not running:
+        return (DecodePoint(batch=1, context_tokens=context, step_s=1e-3),)
+    steps, batches, weights = list[float](), list[float](), list[float]()
+    for r in running:
+        begin, end = _decoding(r)
+        beside = [other for other in running if other.decode == r.decode]
+        batch = sum(_overlap((begin, end), _decoding(other)) for other in beside) / (end - begin)
+        stolen = sum(_stolen((begin, end), other) for other in served if _prefilled_by(other, r.decode))
+        steps.append((end - begin - stolen) / (r.output_length - 1))
+        batches.append(batch)
+        weights.append(float(np.sqrt(r.output_length - 1)))
+    weight = np.array(weights)
+    features = np.stack([np.ones(len(steps)), np.array(batches)], axis=1) * weight[:, None]
+    fixed, each = _nonnegative(features, np.array(steps) * weight)
+    most = max(2, served[-1].engine.max_batch)
+    return tuple(
+        DecodePoint(batch=n, context_tokens=context, step_s=max(1e-6, float(fixed + n * each))) for n in (1, most)
+    )
+
+
+def _decoding(r: RecordedRequest) -> tuple[float, float]:
+    assert r.ttft_s is not None
+    assert r.tpot_s is not None
+    begin = r.timestamp / 1000 + r.ttft_s
+    return begin, begin + max(1e-9, r.tpot_s * (r.output_length - 1))
+
+
+def _prefilled_by(r: RecordedRequest, instance: str) -> bool:
+    return r.prefill is not None and r.prefill.instance == instance
+
+
+def _stolen(interval: tuple[float, float], other: RecordedRequest) -> float:
+    """Seconds of another prompt's prefill within an interval, spread evenly over the time that prefill took."""
+    assert other.prefill is not None
+    assert other.ttft_s is not None
+    came = other.timestamp / 1000
+    span = came + other.before_s + other.queued_s + other.prefill.queued_s, came + other.ttft_s
+    return other.prefill.seconds * _overlap(interval, span) / max(1e-9, span[1] - span[0])
+
+
+def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+
+
+def _kv_size(served: Sequence[RecordedRequest]) -> MeasuredKVSize:
+    """Bytes on the wire by tokens that were sent: a straight line."""
+    sent = [(r.input_length - 1, t) for r in served if (t := r.transfer) is not None and t.wire_bytes]
+    if not sent:
+        return MeasuredKVSize(((1.0, 1.0), (2.0, 2.0)))
+    most = max(t.wire_bytes / n for n, t in sent)
+    # Where decode had a part of it less was sent; such transfers say nothing of the size.
+    whole = [(n, t.wire_bytes) for n, t in sent if t.wire_bytes > most * n / 2]
+    tokens = np.array([n for n, _ in whole], dtype=np.float64)
+    features = np.stack([np.ones(len(whole)), tokens], axis=1)
+    fixed, each = _nonnegative(features, np.array([b for _, b in whole], dtype=np.float64))
+    return MeasuredKVSize(((1.0, float(fixed + each)), (100_001.0, float(fixed + 100_001 * each))))
+
+
+def _link(served: Sequence[RecordedRequest], site: str) -> Link:
+    """As the senders measured it; one that never was is taken for 1 Gbit/s."""
+    sent = [r.transfer for r in served if r.transfer is not None and r.prefill is not None and r.prefill.site == site]
+    rate = _median((t.link_bytes_per_s for t in sent), _UNKNOWN_LINK_BYTES_PER_S)
+    return Link(bytes_per_s=rate, rtt_s=_median((t.link_rtt_s for t in sent), 0.0))
+
+
+def _pieces(served: Sequence[RecordedRequest], chunk_tokens: int) -> int:
+    def per_chunk(transfer: RecordedTransfer, prefill: RecordedPrefill) -> float:
+        return transfer.pieces / max(1, -(-(prefill.computed_tokens + prefill.cached_tokens) // chunk_tokens))
+
+    found = [per_chunk(r.transfer, r.prefill) for r in served if r.transfer is not None and r.prefill is not None]
+    return min(1000, max(1, round(_median(found, 1.0))))
+
+
+def _caches(served: Sequence[RecordedRequest], sizes: MeasuredKVSize) -> CacheSection:
+    """As many tokens as the prefix cache's megabytes hold, where bytes per token were seen."""
+    raw = [t.raw_bytes / t.wire_bytes for r in served if (t := r.transfer) is not None and t.wire_bytes]
+    megabytes = served[-1].engine.prefix_cache_mb
+    if not megabytes:
+        return CacheSection(decode_tokens=0, prefill_tokens=0)
+    if not raw:
+        return CacheSection()
+    per_token = (sizes.bytes_at(100_001) - sizes.bytes_at(1)) / 100_000 * median(raw)
+    tokens = int(megabytes * 2**20 / max(1e-9, per_token))
+    return CacheSection(decode_tokens=tokens, prefill_tokens=tokens)
+
+
+def _median(values: Iterable[float], otherwise: float) -> float:
+    known = [value for value in values if value > 0]
+    return median(known) if known else otherwise
+
+
+def _nonnegative(features: Floats, values: Floats) -> Floats:
+    """Least squares with no coefficient below 0: the best of all choices of features. Few features only."""
+    count = features.shape[1]
+    scale = np.maximum(np.abs(features).max(axis=0), 1e-300)
+    best, least = np.zeros(count), float(np.sum(values**2))
+    solve: Callable[[list[int]], Floats] = lambda chosen: np.linalg.lstsq(  # noqa: E731
+        features[:, chosen] / scale[chosen], values, rcond=None
+    )[0]
+    for size in range(1, count + 1):
+        for chosen in combinations(range(count), size):
+            found = solve(list(chosen))
+            if float(found.min()) < 0:
+                continue
+            missed = values - (features[:, list(chosen)] / scale[list(chosen)]) @ found
+            error = float(np.sum(missed**2))
+            if error < least:
+                best, least = np.zeros(count), error
+                best[list(chosen)] = found / scale[list(chosen)]
+    return best
