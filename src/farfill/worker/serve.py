@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import structlog
 from aiohttp import web
 
+import farfill
 from farfill.clock import Clock, WallClock
 from farfill.config.load import LoadedConfig
 from farfill.config.model import WorkerConfig
@@ -36,6 +37,7 @@ from farfill.transfer.tickets import TicketSigner, TicketVerifier
 from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.own_certificate import OwnCertificate
 from farfill.transport.tls import PeerIdentity, client_context, http_server_context, server_context
+from farfill.wire.control import PROTOCOL_VERSION
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
@@ -230,7 +232,12 @@ async def _open_front(
     held = fetch = None
     if sender is not None:
         held = HeldService(
-            name=parts.name, engine=engine, sender=sender, verifier=parts.verifier, metrics=parts.metrics
+            name=parts.name,
+            engine=engine,
+            sender=sender,
+            verifier=parts.verifier,
+            metrics=parts.metrics,
+            hold_s=config.kv_transfer.timeout_ms / 1000,
         )
         stack.callback(held.close)
     if receiver is not None:
@@ -333,6 +340,8 @@ def _instance(parts: _Parts) -> Instance:
         state=InstanceState.READY,
         max_context_tokens=info.max_context_tokens,
         kv_total_bytes=info.kv_total_bytes,
+        version=worker.version or farfill.__version__,
+        protocol=PROTOCOL_VERSION,
     )
 
 

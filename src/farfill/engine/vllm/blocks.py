@@ -21,12 +21,13 @@ from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
 from farfill.core.layout import KVLayout, TensorKind
-from farfill.engine.vllm.layout import layout_of
+from farfill.engine.vllm.layout import layout_of, places_of
 from farfill.engine.vllm.messages import (
     CACHE_VERSION,
     LINE_SOCKET,
@@ -80,24 +81,30 @@ def rank_file(file: str, rank: int) -> str:
 
 @dataclass(frozen=True)
 class _Source:
-    """One tensor of the layout in vLLM's memory: block b is `rows[b]`, bytes. Pairs are (row of a piece, block)."""
+    """A tensor in vLLM's memory: block b is `rows[b]`, bytes. It is tensor `tensor` of the layout, or from byte `start`
+    of each row on a part of it. Pairs are (row of a piece, block).
+    """
 
     group: int
     block_tokens: int
     rows: torch.Tensor
+    tensor: int
+    start: int
 
     def read(self, pairs: list[tuple[int, int]], data: torch.Tensor) -> None:
-        """Blocks into rows of a piece that begins where `data` does; one copy off the device for all."""
+        """Blocks into `data`, the rows of a piece; one copy off the device for all."""
         for first, blocks in _runs(pairs):
             found = self.rows[torch.tensor(blocks, device=self.rows.device)]
-            data[first * found.shape[1] :][: found.numel()].view_as(found).copy_(found)
+            self._place(data, first, len(blocks)).copy_(found)
 
     def write(self, pairs: list[tuple[int, int]], data: torch.Tensor) -> None:
         """Rows of a piece into blocks."""
-        size = self.rows.shape[1]
         for first, blocks in _runs(pairs):
-            rows = data[first * size : (first + len(blocks)) * size].view(len(blocks), size)
-            self.rows[torch.tensor(blocks, device=self.rows.device)] = rows.to(self.rows.device)
+            found = self._place(data, first, len(blocks))
+            self.rows[torch.tensor(blocks, device=self.rows.device)] = found.to(self.rows.device)
+
+    def _place(self, data: torch.Tensor, first: int, count: int) -> torch.Tensor:
+        return data[first : first + count, self.start : self.start + self.rows.shape[1]]
 
 
 def _runs(pairs: list[tuple[int, int]]) -> Iterator[tuple[int, list[int]]]:
@@ -160,10 +167,19 @@ def _describe(name: str, spec: Any, tensors: Any, num_blocks: int) -> list[Cache
     else:
         raise TypeError(f"{name} keeps a {type(spec).__name__}, which Farfill cannot move")
     sizes = [rows.shape[1] for rows in _rows(tensors, num_blocks)]
+    by_head = kind is not TensorKind.RECURRENT and _by_head(spec, tensors)
     return [
-        CacheTensor(layer, name if len(sizes) == 1 else f"{name}.{part}", str(kind), tokens, size, window)
+        CacheTensor(layer, name if len(sizes) == 1 else f"{name}.{part}", str(kind), tokens, size, window, by_head)
         for part, size in enumerate(sizes)
     ]
+
+
+def _by_head(spec: Any, tensor: Any) -> bool:
+    """Whether a block of vLLM's CPU backend, [heads, tokens, key and value], has one head after the other."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cpu" or tensor.dim() != 4:
+        return False
+    heads, tokens = getattr(spec, "num_kv_heads", 0), spec.block_size
+    return not isinstance(spec, MLAAttentionSpec) and tuple(tensor.shape[1:3]) == (heads, tokens)
 
 
 def _layer_index(name: str) -> int:
@@ -227,11 +243,14 @@ class BlockCopier:
         self._layout: KVLayout = _layout(hello, 1)
         groups = kv_cache_config.kv_cache_groups
         group_of = {name: index for index, group in enumerate(groups) for name in group.layer_names}
-        self._sources = [
-            _Source(group_of[name], 0 if isinstance(spec, MambaSpec) else spec.block_size, rows)
+        parts = [
+            (group_of[name], 0 if isinstance(spec, MambaSpec) else spec.block_size, rows)
             for name, spec in _layers(kv_cache_config)
             for rows in _rows(kv_caches[name], hello.num_blocks)
         ]
+        self._sources = {
+            tensor: _Source(*part, tensor, start) for part, (tensor, start) in zip(parts, places_of(hello), strict=True)
+        }
         self._socket: socket.socket | None = None
         self._told_s = 0.0
 
@@ -270,7 +289,7 @@ class BlockCopier:
             self._tell(ExportFailed(export.key, str(error)))
             return
         if done:
-            self._tell(Exported(export.key, tuple(done)))
+            self._tell(Exported(export.key, tuple(done), self._hello.rank))
 
     def load(self, item: Import) -> None:
         """Copy a request's file into its blocks. Raises when that is impossible: the step must not go on."""
@@ -281,18 +300,20 @@ class BlockCopier:
             data = torch.frombuffer(memory, dtype=torch.uint8)
             for piece in self._own(manifest):
                 if piece.start_token < item.valid_tokens or item.valid_tokens == item.num_tokens:
-                    self._copy_in(piece, item, manifest, data[offsets[piece.index] :])
+                    self._copy_in(piece, item, manifest, self._rows_of(piece, manifest, data, offsets[piece.index]))
 
     def _own(self, manifest: Manifest) -> Iterator[Piece]:
-        """The pieces of this rank's tensors."""
-        first = self._hello.rank * len(self._sources)
-        return (piece for piece in manifest.pieces if first <= piece.tensor < first + len(self._sources))
+        """The pieces that this rank has, or has a part of."""
+        return (piece for piece in manifest.pieces if piece.tensor in self._sources)
 
-    def _source_of(self, piece: Piece) -> _Source:
-        return self._sources[piece.tensor - self._hello.rank * len(self._sources)]
+    @staticmethod
+    def _rows_of(piece: Piece, manifest: Manifest, data: torch.Tensor, start: int) -> torch.Tensor:
+        """The piece's place in a file as [row, bytes]."""
+        row_bytes = manifest.layout.tensors[piece.tensor].row_bytes
+        return data[start : start + piece.nbytes].view(-1, row_bytes)
 
     def _copy_in(self, piece: Piece, item: Import, manifest: Manifest, data: torch.Tensor) -> None:
-        source = self._source_of(piece)
+        source = self._sources[piece.tensor]
         window = manifest.layout.tensors[piece.tensor].kind is TensorKind.WINDOW
         wanted: list[tuple[int, int]] = []
         for row, (position, block) in enumerate(self._blocks_of(piece, item.block_ids[source.group], source)):
@@ -316,13 +337,13 @@ class BlockCopier:
                     continue
                 if grows and (piece.end_token <= export.start or piece.start_token >= export.end):
                     continue  # told of in an earlier step, or to come
-                self._copy_out(piece, export, grows, data[offsets[piece.index] :])
+                self._copy_out(piece, export, grows, self._rows_of(piece, manifest, data, offsets[piece.index]))
                 if last or piece.end_token <= export.end:
                     done.append(piece.index)
         return done
 
     def _copy_out(self, piece: Piece, export: Export, grows: bool, data: torch.Tensor) -> None:
-        source = self._source_of(piece)
+        source = self._sources[piece.tensor]
         wanted: list[tuple[int, int]] = []
         for row, (position, block) in enumerate(self._blocks_of(piece, export.block_ids[source.group], source)):
             end = min((position + 1) * source.block_tokens, export.num_tokens)

@@ -34,7 +34,7 @@ from farfill.engine.vllm.api import Endpoint, VllmApi, sampling_fields
 from farfill.engine.vllm.attached import AttachedServer
 from farfill.engine.vllm.files import KVFile, KVFolder
 from farfill.engine.vllm.health import Vitals, read_vitals
-from farfill.engine.vllm.jobs import GenerateJob, Job, PrefillJob
+from farfill.engine.vllm.jobs import Exports, GenerateJob, Job, PrefillJob
 from farfill.engine.vllm.messages import Alive, Exported, ExportFailed, ImportParams, Message, import_params
 from farfill.engine.vllm.server import VllmServer
 from farfill.kv.manifest import build_manifest
@@ -53,8 +53,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What this vLLM can do. `seeds_in_one_step`: it dies when a seeded request's prompt takes several steps."""
+    """What this vLLM can do. `ranks`: how many have a part of each tensor of the layout. `seeds_in_one_step`: it dies
+    when a seeded request's prompt takes several steps.
+    """
 
+    ranks: tuple[int, ...]
     seeds_in_one_step: bool = False
     prioritizes: bool = True
     grammars: bool = True
@@ -72,7 +75,7 @@ class VllmEngine:
         *,
         max_queue: int,
         stall_s: float = STALL_S,
-        traits: Traits | None = None,
+        traits: Traits,
     ) -> None:
         """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead."""
         self.info = info
@@ -88,7 +91,7 @@ class VllmEngine:
         self._jobs: set[Job] = set()
         self._exporting: dict[str, Job] = {}
         self._stall_s = stall_s
-        self._traits = traits or Traits()
+        self._traits = traits
         self._heard_s = time.monotonic()
         self._vitals = Vitals()
         self._dead = ""
@@ -159,7 +162,9 @@ class VllmEngine:
         """Hand `prompt[:-1]` to vLLM. Raises InvalidRequestError, CapacityError or EngineError."""
         self._check(work, at_least=2)
         file = self._folder.open(build_manifest(self.info.layout, len(work.prompt) - 1))
-        job = PrefillJob(self._ranked(work), sink, file, api=self._api, loop=self._loop, over=self._over)
+        job = PrefillJob(
+            self._ranked(work), sink, Exports(file, self._traits.ranks), api=self._api, loop=self._loop, over=self._over
+        )
         self._launch(job)
         return job
 
@@ -215,7 +220,7 @@ class VllmEngine:
             sink,
             file,
             valid_tokens=0 if compute_first else valid_tokens,
-            compute_first=compute_first,
+            exports=Exports(file, self._traits.ranks) if compute_first and file is not None else None,
             fields=fields,
             vocabulary=self._vocabulary,
             api=self._api,
@@ -268,7 +273,7 @@ class VllmEngine:
             if job is None:
                 return  # withdrawn meanwhile
             if isinstance(message, Exported):
-                job.exported(message.pieces)
+                job.exported(message.pieces, message.rank)
             else:
                 job.end(EngineError(f"vLLM did not export the prompt's KV: {message.detail}"))
 

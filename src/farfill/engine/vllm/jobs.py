@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -29,17 +29,25 @@ LAST_EXPORTS_S = 5.0
 
 
 class Exports:
-    """A file that vLLM fills, and what is missing in it."""
+    """A file that vLLM fills, and what is missing in it. `ranks`: how many have a part of each tensor of the layout."""
 
-    def __init__(self, file: KVFile) -> None:
+    def __init__(self, file: KVFile, ranks: Sequence[int]) -> None:
         self.file = file
-        self._missing = set(range(len(file.manifest.pieces)))
+        self._missing = {piece.index: ranks[piece.tensor] for piece in file.manifest.pieces}
+        self._told: set[tuple[int, int]] = set()
         self._complete = asyncio.Event()
 
-    def take(self, pieces: tuple[int, ...]) -> list[int]:
-        """These are there; returns those that were not."""
-        new = [piece for piece in pieces if piece in self._missing]
-        self._missing.difference_update(new)
+    def take(self, pieces: tuple[int, ...], rank: int = 0) -> list[int]:
+        """These are there as far as they are `rank`'s; returns those that became whole."""
+        new: list[int] = []
+        for piece in pieces:
+            if piece not in self._missing or (piece, rank) in self._told:
+                continue
+            self._told.add((piece, rank))
+            self._missing[piece] -= 1
+            if not self._missing[piece]:
+                del self._missing[piece]
+                new.append(piece)
         if not self._missing:
             self._complete.set()
         return new
@@ -108,10 +116,10 @@ class Job:
             self.failed(error)
         self.ended.set()
 
-    def exported(self, pieces: tuple[int, ...]) -> None:
-        """vLLM left these in the file."""
+    def exported(self, pieces: tuple[int, ...], rank: int) -> None:
+        """A rank left these in the file."""
         assert self.exports is not None
-        self.exports.take(pieces)
+        self.exports.take(pieces, rank)
 
     def alive(self) -> None:
         """vLLM ended a step."""
@@ -132,18 +140,18 @@ class PrefillJob(Job):
         self,
         work: PrefillWork,
         sink: PrefillSink,
-        file: KVFile,
+        exports: Exports,
         *,
         api: VllmApi,
         loop: asyncio.AbstractEventLoop,
         over: Callable[[Job], None],
     ) -> None:
-        self._exports = Exports(file)
-        super().__init__(len(work.prompt) - 1, loop, over, self._exports)
+        self._exports = exports
+        super().__init__(len(work.prompt) - 1, loop, over, exports)
         self._work = work
         self._sink = sink
         self._api = api
-        self.file = file
+        self.file = exports.file
         self._done = False
 
     @property
@@ -156,9 +164,9 @@ class PrefillJob(Job):
         self.cancel()
         self.file.release()
 
-    def exported(self, pieces: tuple[int, ...]) -> None:
-        """These are in the file."""
-        new = self._exports.take(pieces)
+    def exported(self, pieces: tuple[int, ...], rank: int) -> None:
+        """A rank's part of these is in the file."""
+        new = self._exports.take(pieces, rank)
         self.waiting = False
         if new and not self._done:
             self._sink.pieces_ready([(piece, self.file.buffer(piece).toreadonly()) for piece in new])
@@ -196,12 +204,11 @@ class GenerateJob(Job):
         api: VllmApi,
         loop: asyncio.AbstractEventLoop,
         over: Callable[[Job], None],
-        compute_first: bool = False,
+        exports: Exports | None = None,
     ) -> None:
-        """`fields`: the sampling, as vLLM names it. `compute_first`: a request of its own computes the prompt into
-        `file`, of which nothing is valid yet.
+        """`fields`: the sampling, as vLLM names it. `exports`: a request of its own computes the prompt into `file`
+        first, of which nothing is valid yet.
         """
-        exports = Exports(file) if compute_first and file is not None else None
         super().__init__(len(work.prompt) - 1 - valid_tokens, loop, over, exports)
         self._work = work
         self._sink = sink

@@ -21,7 +21,7 @@ from farfill.engine.vllm.api import Endpoint, VllmApi
 from farfill.engine.vllm.attached import AttachedServer
 from farfill.engine.vllm.engine import STALL_S, Traits, VllmEngine
 from farfill.engine.vllm.files import KVFolder
-from farfill.engine.vllm.layout import identity_of, layout_of
+from farfill.engine.vllm.layout import identity_of, layout_of, ranks_of
 from farfill.engine.vllm.messages import Hello
 from farfill.engine.vllm.server import VllmServer
 
@@ -78,6 +78,7 @@ def load_engine(
         max_queue=engine.max_queue,
         stall_s=stall_s,
         traits=Traits(
+            ranks=ranks_of(hellos[0]),
             # vLLM 0.32 takes back random numbers of a step that ended inside a prompt; a CPU's generator cannot.
             seeds_in_one_step=hellos[0].platform.startswith("cpu:"),
             prioritizes=hellos[0].prioritizes,

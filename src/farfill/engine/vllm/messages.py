@@ -27,7 +27,8 @@ _MAX_BYTES = 16 * 1024 * 1024
 class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
     """One tensor of vLLM's cache: `block_bytes` for each block of `block_tokens` tokens (0: one state).
 
-    `kind` is a `TensorKind` value; `window_tokens` are those before the next token that it may look at.
+    `kind` is a `TensorKind` value; `window_tokens` are those before the next token that it may look at. `by_head`: a
+    block is one head after the other, so that those of all ranks, one after the other, are the block of a single rank.
     """
 
     layer: int
@@ -36,6 +37,7 @@ class CacheTensor(msgspec.Struct, array_like=True, frozen=True):
     block_tokens: int
     block_bytes: int
     window_tokens: int = 0
+    by_head: bool = False
 
 
 class Hello(msgspec.Struct, tag="hello", frozen=True):
@@ -61,10 +63,11 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
 
 
 class Exported(msgspec.Struct, tag="exported", frozen=True):
-    """These pieces of request `key` are in its file."""
+    """These pieces of request `key` are in its file, as far as they are this rank's."""
 
     key: str
     pieces: tuple[int, ...]
+    rank: int = 0
 
 
 class Alive(msgspec.Struct, tag="alive", frozen=True):

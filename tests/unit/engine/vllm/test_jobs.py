@@ -14,7 +14,7 @@ from farfill.core.layout import KVLayout, TensorKind, TensorLayout
 from farfill.engine.protocol import PrefillStats, PrefillWork
 from farfill.engine.vllm.api import Endpoint, VllmApi
 from farfill.engine.vllm.files import KVFolder
-from farfill.engine.vllm.jobs import Job, PrefillJob
+from farfill.engine.vllm.jobs import Exports, Job, PrefillJob
 from farfill.kv.manifest import build_manifest
 
 LAYOUT = KVLayout((TensorLayout(0, "kv", TensorKind.FULL, "uint8", (64,), row_tokens=4),), 8)
@@ -66,7 +66,7 @@ class Bench:
         self.over: list[Job] = []
         file = folder.open(build_manifest(LAYOUT, 17))
         loop = asyncio.get_running_loop()
-        self.job = PrefillJob(WORK, self.heard, file, api=api, loop=loop, over=self.over.append)
+        self.job = PrefillJob(WORK, self.heard, Exports(file, (1,)), api=api, loop=loop, over=self.over.append)
 
     async def end(self) -> Exception | PrefillStats:
         await asyncio.wait_for(self.job.ended.wait(), 10)
@@ -102,8 +102,8 @@ async def test_finished_when_answered_and_all_pieces_are_out(bench: Bench) -> No
     bench.job.launch()
     await bench.server.asked.wait()
     assert bench.job.waiting
-    bench.job.exported((0, 1))
-    bench.job.exported((1, 2))
+    bench.job.exported((0, 1), 0)
+    bench.job.exported((1, 2), 0)
     assert not bench.job.waiting
     bench.server.may_answer.set()
     stats = await bench.end()

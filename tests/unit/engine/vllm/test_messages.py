@@ -10,7 +10,7 @@ import pytest
 from farfill.core.errors import ModelUnsupportedError
 from farfill.core.layout import TensorKind
 from farfill.engine.vllm.health import read_vitals
-from farfill.engine.vllm.layout import identity_of, layout_of
+from farfill.engine.vllm.layout import identity_of, layout_of, places_of, ranks_of
 from farfill.engine.vllm.messages import (
     Alive,
     CacheTensor,
@@ -77,9 +77,23 @@ def test_layout_has_a_row_per_block_and_chunks_of_whole_blocks() -> None:
         layout_of([_hello(tensors=())], 128)
 
 
+def test_heads_of_several_ranks_are_one_row_and_states_are_not() -> None:
+    """So many heads of KV are exchanged between engines of any number of ranks; states are the same number's only."""
+    tensors = (CacheTensor(0, "full", "full", 128, 4096, 0, True), CacheTensor(1, "state", "recurrent", 0, 999))
+    halves = (CacheTensor(0, "full", "full", 128, 2048, 0, True), CacheTensor(1, "state", "recurrent", 0, 500))
+    two = [_hello(rank, 2, halves) for rank in range(2)]
+    layout = layout_of(two, 128)
+    assert layout.tensors[0] == layout_of([_hello(tensors=tensors)], 128).tensors[0]
+    assert [t.name for t in layout.tensors] == ["full", "state.rank0of2", "state.rank1of2"]
+    assert [places_of(hello) for hello in two] == [[(0, 0), (1, 0)], [(0, 2048), (2, 0)]]
+    assert ranks_of(two[0]) == (2, 1, 1)
+    with pytest.raises(ModelUnsupportedError, match="ranks keep different caches"):
+        layout_of([_hello(0, 2, halves), _hello(1, 2, tensors)], 128)
+
+
 def test_identity_differs_with_all_that_decides_what_bytes_mean() -> None:
     base = _hello()
-    changes = {"cache_version": 2, "vllm_version": "0.33", "platform": "cpu:avx2", "dtype": "auto/bfloat16", "ranks": 2}
+    changes = {"cache_version": 2, "vllm_version": "0.33", "platform": "cpu:avx2", "dtype": "auto/bfloat16"}
     seen = {identity_of(base)} | {
         identity_of(msgspec.structs.replace(base, **{name: value})) for name, value in changes.items()
     }
