@@ -6,8 +6,9 @@ from pathlib import Path
 
 import msgspec
 
-from farfill.core.cluster import Role
+from farfill.core.cluster import InstanceState, Role
 from farfill.policy.replay import replay
+from farfill.wire.control import ErrorBody
 from support.gateway_harness import running_gateway
 from support.stub_worker import StubWorker
 
@@ -46,6 +47,43 @@ async def test_decision_log_replays_to_identical_decisions(tmp_path: Path) -> No
     assert changed["policy"] == "offload"
     assert changed["output"]["reason"] == "above_threshold"
     assert not replay(msgspec.json.encode(changed)).same
+
+
+async def test_decisions_about_a_prompt_that_went_nowhere_are_kept_too(tmp_path: Path) -> None:
+    log = tmp_path / "decisions.jsonl"
+    routing = {"fallback_budget": {"tokens_per_s": 0.1, "burst_s": 500.0}}  # 50 tokens
+    async with running_gateway(tmp_path, gateway={"decision_log": log}, routing=routing) as gateway:
+        gateway.prefill.state = InstanceState.DRAINING
+        assert (await gateway.post(COMPLETIONS, body("x" * 60)))[0] == 200  # leaves a debt
+        status, answer, _ = await gateway.post(COMPLETIONS, body("y" * 60), **{"X-Request-Id": "refused"})
+        assert (status, answer["error"]["code"]) == (503, "fallback_tokens")
+        record = await gateway.record("refused")
+    assert [d["policy"] for d in record["decisions"]] == ["placement", "placement", "offload", "fallback_budget"]
+    logged = [found for found in map(replay, log.read_bytes().splitlines()) if found.request == "refused"]
+    assert [found.policy for found in logged] == [d["policy"] for d in record["decisions"]]
+    assert all(found.same for found in logged)
+
+
+async def test_choice_of_who_continues_a_transfer_is_a_decision_too(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path) as gateway:
+        other = StubWorker("prefill-other", Role.PREFILL, gateway.decode.transfers, site="other")
+        await other.start()
+        gateway.membership.workers.append(other)
+        gateway.prefill.refuse = (500, ErrorBody(reason="engine_error", message="broke", retryable=True))
+        try:
+            headers = {"X-Request-Id": "continued"}
+            for prompt in ("x", "y"):  # whoever is asked first, one of them fails
+                assert (await gateway.post(COMPLETIONS, body(prompt * 100), **headers))[0] == 200
+                record = await gateway.record("continued")
+                if record["continuations"]:
+                    break
+        finally:
+            await other.stop()
+    assert record["continuations"][0]["prefill_instance"] == "prefill-other"
+    last = record["decisions"][-1]
+    assert last["policy"] == "placement"
+    assert [c[0]["name"] for c in last["inputs"]["candidates"]] == ["prefill-other"]
+    assert all(replay(msgspec.json.encode(decision)).same for decision in record["decisions"])
 
 
 async def test_full_decision_log_begins_anew_and_keeps_the_former(tmp_path: Path) -> None:

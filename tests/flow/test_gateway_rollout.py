@@ -14,6 +14,7 @@ import pytest
 from farfill.clock import WallClock
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.pipeline.job import Job
+from farfill.registry.audit import audit_log
 from farfill.registry.embedded import EmbeddedStore
 from farfill.registry.records import RolloutRecord
 from farfill.registry.rollouts import ANY, ShareChange, change_share, revert_all

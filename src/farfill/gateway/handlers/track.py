@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
 import structlog
 
-from farfill.core.cluster import FallbackReason, PlacementReason
+from farfill.core.cluster import FallbackReason, PlacementReason, Role
 from farfill.core.errors import CapacityError, FarfillError
 from farfill.gateway.decisions import DecisionTrail
 from farfill.gateway.errors import http_status
 from farfill.gateway.observe import OutcomeName, RequestSummary
+from farfill.gateway.pipeline.dispatch import TellPlaced
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.job import Job
-from farfill.gateway.pipeline.place import Placed
+from farfill.gateway.pipeline.place import NotPlaced, Placed
 from farfill.gateway.records import LegError, RequestRecord, TryRecord
+from farfill.gateway.rollout import NO_FAULT
 from farfill.gateway.service import GatewayService
 
 log = structlog.get_logger("farfill.gateway")
@@ -71,11 +73,15 @@ class RequestTracker:
             self._records.append(record)
             self._service.records.begin(record)
 
-    def placed(self, i: int) -> Callable[[Placed], None]:
+    def placed(self, i: int) -> TellPlaced:
         """What to tell of prompt `i`'s placement."""
         record = self._records[i]
 
-        def told(found: Placed) -> None:
+        def told(found: Placed | NotPlaced) -> None:
+            self._trails.append((record, found.trail))
+            record.decisions = [*record.decisions, *found.trail.decisions]
+            if isinstance(found, NotPlaced):
+                return
             placement, prefill = found.placement, found.placement.prefill
             record.placed = "remote" if placement.remote else "local"
             record.reason = str(placement.reason)
@@ -92,10 +98,10 @@ class RequestTracker:
                     decode_instance=placement.decode.name,
                     prefill_instance=record.prefill_instance,
                     reason=record.reason,
+                    decode_version=placement.decode.version,
+                    prefill_version=prefill.version if prefill is not None else "",
                 )
             )
-            record.decisions = [*record.decisions, *found.trail.decisions]
-            self._trails.append((record, found.trail))
 
         return told
 
@@ -132,6 +138,7 @@ class RequestTracker:
                     placed_far=record.placed == "remote",
                     ttft_s=record.ttft_s,
                 )
+                self._count_versions(record)
         if error is None and not cancelled:
             for generation in self._generations:
                 if self._service.parity.wants(generation):
@@ -140,6 +147,17 @@ class RequestTracker:
         summary = self._summary(error, outcome, duration_s)
         self._service.deps.observer.request_finished(summary)
         self._log(summary, error)
+
+    def _count_versions(self, record: RequestRecord) -> None:
+        """What the request says of the versions of the workers it was placed on."""
+        rollout, last = self._service.rollout, len(record.tries) - 1
+        for number, tried in enumerate(record.tries):
+            failed = number < last or record.outcome == "error"
+            rollout.served(Role.DECODE, tried.decode_version, failed=failed, ttft_s=record.ttft_s)
+        if record.placed == "remote":
+            failed = FallbackReason(record.fallback) not in NO_FAULT or bool(record.continuations)
+            version = record.tries[last].prefill_version
+            rollout.served(Role.PREFILL, version, failed=failed, ttft_s=record.ttft_s)
 
     def _fill(self, record: RequestRecord, generation: Generation) -> None:
         timing = generation.timing

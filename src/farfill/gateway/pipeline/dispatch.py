@@ -17,6 +17,7 @@ from farfill.clock import Clock
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import FallbackReason, Instance, Placement
 from farfill.core.errors import CapacityError, FarfillError, ProtocolError, UnavailableError
+from farfill.gateway.decisions import DecisionTrail
 from farfill.gateway.health import DecodeReach
 from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.lost import LostWatch
@@ -25,7 +26,7 @@ from farfill.gateway.pipeline.attempt import LegContext, make_attempt
 from farfill.gateway.pipeline.deaths import Deaths
 from farfill.gateway.pipeline.generation import Generation, failed
 from farfill.gateway.pipeline.job import Job
-from farfill.gateway.pipeline.place import Placed, PlacementQuery, Placer
+from farfill.gateway.pipeline.place import NotPlaced, Placed, PlacementQuery, Placer
 from farfill.gateway.pipeline.prefill_leg import PrefillLeg
 from farfill.gateway.workers import DecodeStream, WorkerAnswerError, WorkerClient, WorkerConnectionError
 from farfill.wire.control import (
@@ -39,6 +40,8 @@ from farfill.wire.control import (
 )
 
 log = structlog.get_logger("farfill.gateway")
+
+TellPlaced = Callable[[Placed | NotPlaced], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +68,9 @@ class Dispatcher:
     clock: Clock
     observer: GatewayObserver
 
-    async def open(self, job: Job, placed: Callable[[Placed], None]) -> Generation:
-        """Place and start `job`; returns with its first token. `placed` hears of every placement tried.
+    async def open(self, job: Job, placed: TellPlaced) -> Generation:
+        """Place and start `job`; returns with its first token. `placed` hears of every placement
+        tried, and of one that could not be made.
 
         Raises FarfillError as the client should see it; nothing is left running then, or when cancelled.
         """
@@ -99,7 +103,7 @@ class Dispatcher:
         if job.deaths.over:
             raise job.deaths.error() from error
 
-    def _plan(self, job: Job, placed: Callable[[Placed], None], exclude: tuple[str, ...] = ()) -> Plan:
+    def _plan(self, job: Job, placed: TellPlaced, exclude: tuple[str, ...] = ()) -> Plan:
         query = PlacementQuery(
             request_id=job.request_id,
             tenant=job.tenant,
@@ -109,11 +113,16 @@ class Dispatcher:
             total_tokens=len(job.prompt) + job.sampling.max_tokens,
             forced=job.forced,
         )
-        found = self.placer.place(query, exclude)
+        trail = DecisionTrail(job.request_id, self.clock.unix_s())
+        try:
+            found = self.placer.place(query, exclude, trail)
+        except FarfillError:
+            placed(NotPlaced(trail))
+            raise
         placed(found)
         return Plan(placed=found, placement=found.placement)
 
-    def _second_plan(self, job: Job, plan: Plan, error: FarfillError, placed: Callable[[Placed], None]) -> Plan | None:
+    def _second_plan(self, job: Job, plan: Plan, error: FarfillError, placed: TellPlaced) -> Plan | None:
         """What else may work after `error`, if anything."""
         if _ticket_refused(error) and plan.placement.remote and self.config.routing.fallback_to_local_prefill:
             return replace(

@@ -88,7 +88,11 @@ class FarSide:
         return FarPlacement(decision, there[choice.index])
 
     def another(
-        self, request: PlacementRequest, candidates: Sequence[Candidate], avoid_site: str | None
+        self,
+        request: PlacementRequest,
+        candidates: Sequence[Candidate],
+        avoid_site: str | None,
+        trail: DecisionTrail,
     ) -> Candidate | None:
         """Who may take over from a failed sender; one of another site than `avoid_site` goes first."""
         choice = self.profile.choose(request, candidates)
@@ -96,8 +100,9 @@ class FarSide:
         usable = [c for c in usable if c.instance.site != avoid_site] or usable
         if not usable:
             return None
-        picked = self.profile.choose(request, usable).index
-        return None if picked is None else usable[picked]
+        choice = self.profile.choose(request, usable)
+        trail.add("placement", self._inputs(request, usable), choice)
+        return None if choice.index is None else usable[choice.index]
 
     def _inputs(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> PlacementInputs:
         return PlacementInputs(self.profile.settings, request, tuple(candidates))
@@ -137,6 +142,6 @@ class FarSide:
         if unhealthy:
             paused = all(self.health.overloaded(instance) for instance in unhealthy)
             return PlacementReason.PREFILL_OVERLOADED if paused else PlacementReason.BREAKER_OPEN
-        if any(name == "fingerprint" for _, name in rejected):
+        if any(name in ("fingerprint", "protocol") for _, name in rejected):
             return PlacementReason.FINGERPRINT_MISMATCH
         return PlacementReason.NO_PREFILL_INSTANCE

@@ -27,6 +27,7 @@ from farfill.policy.placement import DECODE_FILTERS, PREFILL_FILTERS, PlacementP
 from farfill.policy.prefix import PrefixHits
 from farfill.policy.replay import PlacementInputs, ShareInputs
 from farfill.policy.rollout import ShareQuery, in_share
+from farfill.wire.control import PROTOCOL_VERSION
 
 FORCE_HEADER = "x-farfill-force-placement"
 
@@ -72,6 +73,13 @@ class Placed:
     trail: DecisionTrail
     grant: FallbackGrant | None = None
     took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NotPlaced:
+    """A prompt that could go nowhere, and the decisions that led to it."""
+
+    trail: DecisionTrail
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,27 +131,38 @@ class Placer:
         ready = ready_decode(self._parts.membership.instances(), self._model)
         return min(model_limit, max((i.max_context_tokens for i in ready), default=model_limit))
 
-    def place(self, query: PlacementQuery, exclude: Collection[str] = ()) -> Placed:
-        """Raises UnavailableError without decode, or when the prompt should go far, cannot, and may not stay."""
+    def place(
+        self, query: PlacementQuery, exclude: Collection[str] = (), trail: DecisionTrail | None = None
+    ) -> Placed:
+        """Raises UnavailableError without decode, or when the prompt should go far, cannot, and may not stay.
+
+        What was decided, also before it raises, is added to `trail`.
+        """
         parts = self._parts
         began_s = parts.clock.now_s()
-        trail = DecisionTrail(query.request_id, parts.clock.unix_s())
+        trail = trail or DecisionTrail(query.request_id, parts.clock.unix_s())
         instances = self._live()
         hits = parts.prefixes.hits(query.keys)
+        asked = ShareQuery(model=self._model, tenant=query.tenant, session=query.session, request=query.request_id)
         request = self._request(query, Role.DECODE, exclude)
+        version, avoided = parts.rollout.version(Role.DECODE, asked)
+        request = replace(request, version=version, avoid_versions=avoided)
         decode = self._choose_decode(request, instances, hits, trail)
         share = parts.rollout.share(self._model, query.tenant)
-        asked = ShareQuery(model=self._model, tenant=query.tenant, session=query.session, request=query.request_id)
         included = in_share(share, asked)
         if share is not None:
             trail.add("rollout_share", ShareInputs(share, asked), included)
+        version, avoided = parts.rollout.version(Role.PREFILL, asked)
         far = self._far.decide(
             replace(
                 request,
                 role=Role.PREFILL,
                 total_tokens=query.prompt_tokens,
                 fingerprint=decode.instance.fingerprint,
+                protocols=(decode.instance.protocol,),
                 exclude=(decode.instance.name,),
+                version=version,
+                avoid_versions=avoided,
             ),
             self._candidates(instances, Role.PREFILL, hits, query.prompt_tokens, query.tenant),
             instances=instances,
@@ -169,7 +188,7 @@ class Placer:
         )
 
     def another_prefill(
-        self, decode: Instance, failed: Collection[tuple[str, str]], avoid_site: str | None
+        self, decode: Instance, failed: Collection[tuple[str, str]], avoid_site: str | None, trail: DecisionTrail
     ) -> Instance | None:
         """A prefill instance that may take over, if there is one.
 
@@ -178,10 +197,15 @@ class Placer:
         """
         others = [i for i in self._live() if (i.name, i.generation) not in failed and i.name != decode.name]
         request = PlacementRequest(
-            model=self._model, role=Role.PREFILL, prompt_tokens=1, total_tokens=1, fingerprint=decode.fingerprint
+            model=self._model,
+            role=Role.PREFILL,
+            prompt_tokens=1,
+            total_tokens=1,
+            fingerprint=decode.fingerprint,
+            protocols=(decode.protocol,),
         )
         nothing = PrefixHits({}, {})
-        found = self._far.another(request, self._candidates(others, Role.PREFILL, nothing, 1, ""), avoid_site)
+        found = self._far.another(request, self._candidates(others, Role.PREFILL, nothing, 1, ""), avoid_site, trail)
         return None if found is None else found.instance
 
     def _choose_decode(
@@ -231,6 +255,7 @@ class Placer:
             tenant=query.tenant,
             tenant_share=self._shares.get(query.tenant, self._shares.get("*", 1.0)),
             exclude=tuple(exclude),
+            protocols=(PROTOCOL_VERSION,),
         )
 
     def _candidates(

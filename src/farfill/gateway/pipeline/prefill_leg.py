@@ -204,7 +204,7 @@ class PrefillLeg:
     def _another(self, failure: Failure) -> Instance | None:
         failed = self._attempt
         avoid = failed.prefill.site if failure.label in _OF_THE_WAY else None
-        return self._ctx.placer.another_prefill(failed.decode, self._tried, avoid)
+        return self._ctx.placer.another_prefill(failed.decode, self._tried, avoid, self._placed.trail)
 
     async def _back_off(self) -> bool:
         """Wait longer each time, by chance a little more or less; False: the request's deadline comes first."""
