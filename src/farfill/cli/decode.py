@@ -28,6 +28,7 @@ def run_worker_role(config: Path, role: Role, name: str | None) -> None:
 
 def run_worker_named(loaded: LoadedConfig, name: str) -> None:
     """Run worker `name` until it is told to stop."""
+    loaded = loaded.for_worker(name)
     check_model_files(loaded)
     worker = loaded.config.workers[name]
     start_logging(loaded, role=str(worker.role), site=worker.site, name=name)

@@ -60,7 +60,9 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     """Serve until `stop`, then let running requests end."""
     config = loaded.config
     tls = read_tls(loaded, "gateway")
-    metrics = GatewayMetrics(site=config.gateway.site, model=config.model.name)
+    metrics = GatewayMetrics(
+        site=config.gateway.site, model=config.model.name, also=[model.name for model in config.models.values()]
+    )
     watcher = InstanceWatcher(
         registry_url=registry_url(loaded),
         ssl_context=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
@@ -72,6 +74,10 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     deps = GatewayDeps(
         config=config,
         model=await asyncio.to_thread(load_tokenizer, loaded.model_dir),
+        more_models={
+            key: await asyncio.to_thread(load_tokenizer, loaded.base_dir / model.path)
+            for key, model in config.models.items()
+        },
         membership=watcher,
         sign_ticket=TicketSigner(read_ticket_signing_key(loaded)).sign,
         access=open_access(loaded, store, WallClock(), metrics.access.access, metrics.access.keys_known),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from farfill.config.access_checks import access_problems
 from farfill.config.model import ClusterConfig
+from farfill.config.models import FIRST, model_problems, models_of
 from farfill.config.problems import KeyPath, Problem, closest
 from farfill.core.cluster import Role
 
@@ -39,19 +40,29 @@ def cross_problems(config: ClusterConfig) -> list[Problem]:
         *_registry_problems(config),
         *_tls_problems(config),
         *access_problems(config),
+        *model_problems(config),
     ]
 
 
 def model_file_problems(config: ClusterConfig, base_dir: Path) -> list[Problem]:
-    """Whether the model's folder has what a worker loads. Separate: a laptop may not hold the model."""
-    folder = base_dir / config.model.path
+    """Whether the models' folders have what a worker loads. Separate: a laptop may not hold the models."""
+    return [
+        problem
+        for key, model in models_of(config).items()
+        for problem in _folder_problems(
+            ("models", key, "path") if key != FIRST else ("model", "path"), base_dir / model.path
+        )
+    ]
+
+
+def _folder_problems(path: KeyPath, folder: Path) -> list[Problem]:
     fix = "run `farfill model fetch`, or correct the path (it is relative to this file)"
     if not folder.is_dir():
-        return [Problem(("model", "path"), f"{folder} is not a folder", fix)]
+        return [Problem(path, f"{folder} is not a folder", fix)]
     missing = [name for name in _MODEL_FILES if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
-    return [Problem(("model", "path"), f"{folder} has no {', '.join(missing)}", fix)] if missing else []
+    return [Problem(path, f"{folder} has no {', '.join(missing)}", fix)] if missing else []
 
 
 def _worker_problems(config: ClusterConfig) -> Iterator[Problem]:

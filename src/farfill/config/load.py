@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from farfill.config.checks import cross_problems, model_file_problems
 from farfill.config.model import ClusterConfig
+from farfill.config.models import config_for_worker
 from farfill.config.problems import KeyPath, Problem, line_of, problems_of
 from farfill.config.yaml_lines import parse_yaml
 from farfill.core.errors import ConfigError
@@ -31,6 +32,10 @@ class LoadedConfig:
     def model_dir(self) -> Path:
         """Where the model's files are."""
         return self.base_dir / self.config.model.path
+
+    def for_worker(self, name: str) -> LoadedConfig:
+        """The same with the worker's model as the only one."""
+        return replace(self, config=config_for_worker(self.config, name))
 
 
 def load_config(path: Path | str) -> LoadedConfig:

@@ -114,6 +114,15 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16", "float16"] = Field(
         default="bfloat16", description="Type of weights and KV cache."
     )
+    aliases: list[Annotated[str, Field(min_length=1)]] = Field(
+        default=[], examples=["[gpt-4o, default]"], description="Further names clients may use for it."
+    )
+    remote_prefill_threshold_tokens: int | None = Field(
+        default=None, ge=0, description="Threshold of this model; unset: that of routing."
+    )
+    max_concurrent_requests: int = Field(
+        default=0, ge=0, description="Requests for this model in progress or waiting, then 429; 0: as gateway says."
+    )
     tool_parser: ToolParser = Field(
         default="auto",
         description="How the model writes tool calls; auto: as its chat template teaches, none: tools are refused.",
@@ -291,6 +300,9 @@ class RegistryConfig(Section):
 class WorkerConfig(Section):
     role: Annotated[Role, Field(strict=False)] = Field(examples=["decode"], description="prefill, decode or mixed.")
     site: Name = Field(examples=["near"], description="Site it runs at.")
+    model: Name | None = Field(
+        default=None, examples=["small"], description="Which of models it serves, by its key; unset: that of model."
+    )
     listen: Address = Field(examples=["10.1.0.10:7500"], description="Address of its control API.")
     advertise: Address | None = Field(
         default=None, description="Address others reach the control API at; unset: listen."
@@ -355,6 +367,9 @@ class ClusterConfig(Section):
     workers: dict[Name, WorkerConfig] = Field(
         min_length=1,
         examples=["{decode-near: {role: decode, site: near, listen: 10.1.0.10:7500, transfer_listen: 10.1.0.10:7501}}"],
+    models: dict[Name, ModelConfig] = Field(
+        default={}, examples=["{small: {name: my-small-model, path: models/small}}"], description="Further models."
+    )
         description="Workers by name.",
     )
     routing: RoutingConfig = RoutingConfig()

@@ -29,17 +29,20 @@ class Threshold:
     new; never more often than `routing.threshold_period_s`, and not before workers and links were measured.
     """
 
-    def __init__(self, routing: RoutingConfig, links: LinkView, clock: Clock, observer: PolicyObserver) -> None:
+    def __init__(
+        self, routing: RoutingConfig, links: LinkView, clock: Clock, observer: PolicyObserver, model: str = ""
+    ) -> None:
         self.tokens = routing.remote_prefill_threshold_tokens
         self._routing = routing
         self._links = links
         self._clock = clock
         self._observer = observer
+        self._model = model
         self._limits = regime_limits(routing)
         self._trigger = SearchTrigger(self._limits)
         self._new_lengths = 0
         self._searched_s = -inf
-        observer.threshold_set(self.tokens, "")
+        observer.threshold_set(self.tokens, "", model)
 
     def configure(self, routing: RoutingConfig) -> None:
         """New settings from now on. A search goes on from where it is, unless the starting point was changed."""
@@ -48,7 +51,7 @@ class Threshold:
             self.tokens = routing.remote_prefill_threshold_tokens
         self._routing, self._limits = routing, regime_limits(routing)
         self._trigger, self._new_lengths = SearchTrigger(self._limits), 0
-        self._observer.threshold_set(self.tokens, "")
+        self._observer.threshold_set(self.tokens, "", self._model)
 
     def seen(self, uncached_tokens: int) -> None:
         """A prompt was placed."""
@@ -79,7 +82,7 @@ class Threshold:
                 "threshold", tokens=found.threshold_tokens, before=self.tokens, reason=reason, rate=round(found.rate, 3)
             )
         self.tokens = found.threshold_tokens
-        self._observer.threshold_set(self.tokens, reason)
+        self._observer.threshold_set(self.tokens, reason, self._model)
 
     def _inputs(self, instances: Sequence[Instance], lengths: tuple[int, ...]) -> ThresholdInputs | None:
         """None while too little is known."""

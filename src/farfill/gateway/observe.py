@@ -112,8 +112,8 @@ class PolicyObserver(Protocol):
         """Size of the prefix index, blocks its bound has cost, and instances that announce theirs."""
         ...
 
-    def threshold_set(self, tokens: int, reason: str) -> None:
-        """The threshold in force; `reason` why it was searched, "" at the start."""
+    def threshold_set(self, tokens: int, reason: str, model: str) -> None:
+        """The threshold in force for `model`; `reason` why it was searched, "" at the start."""
         ...
 
     def fallback_asked(self, verdict: str, remaining_ratio: float) -> None:
@@ -160,7 +160,7 @@ class SilentPolicyObserver:
 
     def block_index(self, blocks: int, forgotten: int, exact: int) -> None: ...
 
-    def threshold_set(self, tokens: int, reason: str) -> None: ...
+    def threshold_set(self, tokens: int, reason: str, model: str) -> None: ...
 
     def fallback_asked(self, verdict: str, remaining_ratio: float) -> None: ...
 

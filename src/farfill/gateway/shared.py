@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import structlog
 
 from farfill.clock import Clock
 from farfill.config.routing import RolloutConfig
+from farfill.core.cluster import Role
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.gateway.decisions import DecisionLog, DecisionTrail
 from farfill.gateway.health import PrefillHealth
@@ -23,7 +24,7 @@ from farfill.gateway.observe import PolicyObserver
 from farfill.gateway.rollout import RolloutState
 from farfill.policy.breaker_share import BreakerSnapshot
 from farfill.policy.replay import StepInputs
-from farfill.policy.rollout import GuardLimits, StepAction, StepDecision, decide_step
+from farfill.policy.rollout import STEPS, GuardLimits, StepAction, StepDecision, decide_step
 from farfill.registry.mirror import Mirror
 from farfill.registry.records import (
     BREAKERS,
@@ -36,7 +37,15 @@ from farfill.registry.records import (
     decode_record,
     encode_record,
 )
-from farfill.registry.rollouts import ShareChange, ShareKey, change_share, share_key, share_of
+from farfill.registry.rollouts import (
+    ShareChange,
+    ShareKey,
+    change_share,
+    share_key,
+    share_of,
+    version_share,
+    version_share_of,
+)
 from farfill.registry.store import Delete, LeaseLostError, Operation, Put, Store
 
 log = structlog.get_logger("farfill.gateway")
@@ -77,6 +86,7 @@ class SharedState:
             ttft_ratio_revert=parts.config.ttft_ratio_revert,
             link_utilisation=parts.config.link_utilisation,
         )
+        self._version_limits = replace(self._limits, min_parity=0, ttft_ratio_hold=parts.config.version_ttft_ratio_hold)
         self._rollouts = Mirror(parts.store, ROLLOUT, on_change=self._rollouts_changed)
         self._breakers = Mirror(parts.store, BREAKERS, on_change=self._breakers_changed)
         self._observed = Mirror(parts.store, OBSERVED)
@@ -181,7 +191,7 @@ class SharedState:
 
     def _seen_here(self) -> list[ObservedShare]:
         links = self._parts.links
-        return self._parts.rollout.observed(max((links.utilisation(s.site) for s in links.sites()), default=0.0))
+        return self._parts.rollout.observed(max((links.utilisation(s.site) for s in links.all_sites()), default=0.0))
 
     async def _guard(self) -> None:
         """Let automatic rollouts go on, stay or go back. Every gateway does; the store takes the first one's word."""
@@ -189,12 +199,15 @@ class SharedState:
         for key, record in rollout.records.items():
             if not record.automatic:
                 continue
-            inputs = StepInputs(self._limits, rollout.observation(key, [*self._seen_here(), *self._seen_elsewhere()]))
-            decision = decide_step(self._limits, inputs.seen)
+            limits = self._limits if version_share_of(key) is None else self._version_limits
+            inputs = StepInputs(limits, rollout.observation(key, [*self._seen_here(), *self._seen_elsewhere()]))
+            decision = decide_step(limits, inputs.seen)
             if decision.action in (StepAction.HOLD, StepAction.DONE):
                 if self._held.get(key) != decision.reason:
                     self._held[key] = decision.reason
                     self._note(inputs, decision)
+                if decision.action is StepAction.DONE:
+                    await self._decode_next(key)
                 continue
             self._held.pop(key, None)
             change = ShareChange(
@@ -213,6 +226,22 @@ class SharedState:
             )
             if done is not None:
                 self._note(inputs, decision)
+
+    async def _decode_next(self, key: ShareKey) -> None:
+        """All prefill is of the new version: decode may begin. One that was taken back is not begun again."""
+        found = version_share_of(key)
+        if found is None or found[0] is not Role.PREFILL:
+            return
+        following = version_share(Role.DECODE, found[1])
+        if following not in self._parts.rollout.records:
+            begin = ShareChange(
+                percent=STEPS[0],
+                automatic=True,
+                author=self.gateway,
+                reason=f"all prefill workers are of {found[1]}",
+                unix_s=self._parts.clock.unix_s(),
+            )
+            await change_share(self._parts.store, following, lambda seen: begin if seen is None else None)
 
     def _seen_elsewhere(self) -> Iterator[ObservedShare]:
         for entry in self._observed.entries():

@@ -32,7 +32,7 @@ class Observer(SilentPolicyObserver):
     def __init__(self) -> None:
         self.searches: list[tuple[int, str]] = []
 
-    def threshold_set(self, tokens: int, reason: str) -> None:
+    def threshold_set(self, tokens: int, reason: str, model: str) -> None:
         self.searches.append((tokens, reason))
 
 

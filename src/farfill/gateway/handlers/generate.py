@@ -20,6 +20,7 @@ from farfill.gateway.handlers.conversation import Conversations
 from farfill.gateway.handlers.enter import principal_of
 from farfill.gateway.handlers.request_id import REQUEST_ID, adopt_request_id
 from farfill.gateway.handlers.track import Endpoint, RequestTracker
+from farfill.gateway.models import ServedModel
 from farfill.gateway.openai.assistant import AssistantParser, NewParser
 from farfill.gateway.openai.chat import ChatRenderer
 from farfill.gateway.openai.completions import CompletionRenderer
@@ -64,6 +65,7 @@ class GenerateHandler:
         self._service = service
         self._config = service.deps.config
         self._model = service.deps.model
+        self._others: dict[str, GenerateHandler] = {}
         self._conversations = Conversations(
             service.pool, service.deps.model, service.deps.config.model, service.renderer
         )
@@ -119,11 +121,32 @@ class GenerateHandler:
         body = parse(data, ChatBody if endpoint == "chat" else CompletionBody)
         del data
         tracker.request_id = adopt_request_id(request, body.request_id)
-        self._check_model(body.model)
-        tracker.model, tracker.stream = self._config.model.name, bool(body.stream)
+        tracker.stream = bool(body.stream)
+        principal = principal_of(request)
+        served = self._service.models.find(body.model, principal, required=True)
+        tracker.of_model(served.service)
+        with served.slot():
+            return await self._of(served)._generate(request, exchange, body, forced, tracker, principal)
+
+    def _of(self, served: ServedModel) -> GenerateHandler:
+        """The handler of that model."""
+        if served.service is self._service:
+            return self
+        if served.key not in self._others:
+            self._others[served.key] = GenerateHandler(served.service)
+        return self._others[served.key]
+
+    async def _generate(  # noqa: PLR0917 (what `_serve` found out)
+        self,
+        request: web.Request,
+        exchange: _Exchange,
+        body: ChatBody | CompletionBody,
+        forced: Forced | None,
+        tracker: RequestTracker,
+        principal: Principal,
+    ) -> web.StreamResponse:
         if body.stream_options is not None and not body.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
-        principal = principal_of(request)
         caller = authenticate(
             body.cache_salt, request.headers, self._config.admission.tenant_header, body.user, principal
         )
@@ -242,15 +265,6 @@ class GenerateHandler:
             demanded_tokens=demanded,
             default_tokens=COMPLETION_MAX_TOKENS,
         )
-
-    def _check_model(self, model: str | None) -> None:
-        served = self._config.model.name
-        if model is None:
-            raise InvalidRequestError(f"model is missing; this server has {served!r}", param="model")
-        if model != served:
-            raise InvalidRequestError(
-                f"model {model!r} does not exist; this server has {served!r}", param="model", reason="model_not_found"
-            )
 
     def _renderer(
         self, body: ChatBody | CompletionBody, tracker: RequestTracker, prompts: Prompts

@@ -65,7 +65,7 @@ class InternalsHandler:
         return json_response(
             {
                 "instances": shown,
-                "sites": {link.site: self._far_site(link) for link in self._service.links.sites()},
+                "sites": {link.site: self._far_site(link) for link in self._service.links.all_sites()},
                 "threshold_tokens": self._service.threshold.tokens,
                 "requests_in_progress": self._service.admission.in_progress,
             }

@@ -46,6 +46,10 @@ class RequestTracker:
         self._trails: list[tuple[RequestRecord, DecisionTrail]] = []
         service.deps.observer.request_accepted()
 
+    def of_model(self, service: GatewayService) -> None:
+        """The request is for this model, whose view of the gateway `service` is."""
+        self._service, self.model = service, service.deps.config.model.name
+
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Count the seconds of one pipeline step."""

@@ -109,7 +109,7 @@ class Placer:
     def configure(self, config: ClusterConfig) -> None:
         """Settings for placements from now on."""
         placement, parts = config.routing.placement, self._parts
-        self._model = config.model.name
+        self._model, self._site = config.model.name, config.gateway.site
         self._local_instead = config.routing.fallback_to_local_prefill
         self._shares = {name: tenant.max_share for name, tenant in config.admission.tenants.items()}
         self._decode = PlacementProfile(_settings(DECODE_FILTERS, placement.decode_weights, placement.picker))
@@ -211,7 +211,12 @@ class Placer:
     def _choose_decode(
         self, request: PlacementRequest, instances: Sequence[Instance], hits: PrefixHits, trail: DecisionTrail
     ) -> Candidate:
-        candidates = self._candidates(instances, Role.DECODE, hits, request.prompt_tokens, request.tenant)
+        everywhere = self._candidates(instances, Role.DECODE, hits, request.prompt_tokens, request.tenant)
+        # Each site has its decode pool; another site's helps out when one's own has nobody.
+        if choice.index is None and len(candidates) < len(everywhere):
+            candidates = everywhere
+            choice = self._decode.choose(request, candidates)
+        candidates = [c for c in everywhere if c.instance.site == self._site] or everywhere
         choice = self._decode.choose(request, candidates)
         if choice.index is None and any(not c.reachable for c in candidates):
             # One that could not be reached a moment ago is better than nobody.

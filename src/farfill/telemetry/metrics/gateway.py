@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
@@ -70,13 +71,13 @@ class FinishedRequest(Protocol):
 class GatewayMetrics:
     """Labels: `site` and `role` are the gateway's, `model` is a served name or "other"."""
 
-    def __init__(self, *, site: str, model: str) -> None:
+    def __init__(self, *, site: str, model: str, also: Sequence[str] = ()) -> None:
         metrics = MetricSet(site=site, role="gateway")
         self.registry = metrics.registry
         self._site = site
         self._open_breakers: dict[str, set[str]] = {}
         self._sites_seen: set[str] = set()
-        models = (model,)
+        models = (model, *also)
         self._requests = metrics.counter(
             "farfill_requests",
             "API requests that ended, by outcome, where the prompt was prefilled, and why there.",
@@ -85,9 +86,9 @@ class GatewayMetrics:
             placement=(),
             reason=(),
         )
-        for outcome in OUTCOMES:
+        for name, outcome in itertools.product(models, OUTCOMES):
             for placement, reason in _placements():
-                self._requests(model=model, outcome=outcome, placement=placement, reason=reason)
+                self._requests(model=name, outcome=outcome, placement=placement, reason=reason)
         self._errors = metrics.counter(
             "farfill_request_errors", "API requests that failed, by stable reason.", reason=()
         )
@@ -172,7 +173,7 @@ class GatewayMetrics:
         self._deaths = metrics.counter(
             "farfill_request_deaths",
             "Workers that died while they worked on a request, and what came of it.",
-            role=("prefill", "decode", "mixed"),
+            worker_role=("prefill", "decode", "mixed"),
             verdict=("tried_again", "ended"),
         )
         self._retries = metrics.counter(
@@ -257,7 +258,7 @@ class GatewayMetrics:
 
     def instance_died(self, instance: Instance, *, over: bool) -> None:
         """An instance died while it worked on a request."""
-        self._deaths(role=str(instance.role), verdict="ended" if over else "tried_again").inc()
+        self._deaths(worker_role=str(instance.role), verdict="ended" if over else "tried_again").inc()
 
     def decode_retried(self, decode: Instance, reason: str) -> None:
         """`decode` failed before its first token and another try was made."""

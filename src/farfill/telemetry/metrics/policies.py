@@ -58,7 +58,7 @@ class PolicyMetrics:
         for child in (self._block_cleared, self._index_blocks, self._index_forgotten, self._index_exact):
             child()
         self._threshold = metrics.gauge(
-            "farfill_threshold_tokens", "Uncached tokens from which on prompts are prefilled far."
+            "farfill_threshold_tokens", "Uncached tokens from which on prompts are prefilled far.", model=()
         )
         self._searches = metrics.counter(
             "farfill_threshold_searches", "Searches of the threshold, by what asked for them.", reason=SEARCHES
@@ -134,9 +134,9 @@ class PolicyMetrics:
         self._index_forgotten().set(forgotten)
         self._index_exact().set(exact)
 
-    def threshold_set(self, tokens: int, reason: str) -> None:
-        """The threshold in force."""
-        self._threshold().set(tokens)
+    def threshold_set(self, tokens: int, reason: str, model: str) -> None:
+        """The threshold in force for `model`."""
+        self._threshold(model=model).set(tokens)
         if reason:
             self._searches(reason=reason).inc()
 
