@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -20,23 +21,17 @@ def replay(
     file: Annotated[Path, typer.Argument(help="A decision log (gateway.decision_log).")],
     show: Annotated[int, typer.Option(min=0, help="How many decisions that differ are shown.")] = MAX_SHOWN,
 ) -> None:
-    """Decide everything in FILE again. Exit code 1 when any decision differs."""
+    """Decide everything in FILE again, after FILE.1 if there is one. Exit code 1 when any decision differs."""
     counts: Counter[str] = Counter()
     differing: list[Replayed] = []
     differ = 0
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                found = _again(line, f"{file}:{number}")
-                counts[found.policy] += 1
-                if not found.same:
-                    differ += 1
-                    if len(differing) < show:
-                        differing.append(found)
-    except OSError as error:
-        raise InvalidRequestError(f"{file}: cannot be read: {error.strerror}") from error
+    for each in _parts(file):
+        for found in _replayed(each):
+            counts[found.policy] += 1
+            if not found.same:
+                differ += 1
+                if len(differing) < show:
+                    differing.append(found)
     for found in differing:
         typer.echo(f"{found.policy} of {found.request or '-'}")
         typer.echo(f"  recorded {msgspec.json.encode(found.recorded).decode()}")
@@ -45,6 +40,22 @@ def replay(
     typer.echo(f"{counts.total()} decisions ({told or 'none'}); {differ} differ")
     if differ:
         raise typer.Exit(1)
+
+
+def _parts(file: Path) -> list[Path]:
+    """What a full log was kept as, then the log."""
+    former = file.with_name(file.name + ".1")
+    return [former, file] if former.exists() else [file]
+
+
+def _replayed(file: Path) -> Iterator[Replayed]:
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield _again(line, f"{file}:{number}")
+    except OSError as error:
+        raise InvalidRequestError(f"{file}: cannot be read: {error.strerror}") from error
 
 
 def _again(line: bytes, where: str) -> Replayed:
