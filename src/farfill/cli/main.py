@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from farfill.cli import config, link, model, pki, plan, rollout
+from farfill.cli import config, keys, link, model, pki, plan, rollout
 from farfill.cli.autoscale import autoscale
 from farfill.cli.decode import decode
 from farfill.cli.explain import explain
@@ -42,6 +42,7 @@ app.add_typer(pki.app, name="pki")
 app.command()(parity)
 app.add_typer(link.app, name="link")
 app.add_typer(plan.app, name="plan")
+app.add_typer(keys.app, name="keys")
 app.add_typer(rollout.app, name="rollout")
 app.command()(explain)
 app.command()(top)

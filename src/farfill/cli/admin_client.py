@@ -1,0 +1,59 @@
+"""The admin API of a gateway, for commands that run anywhere: TLS, and an admin key."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from farfill.config.secrets import resolve_secret
+from farfill.core.errors import ConfigError, FarfillError
+
+TIMEOUT_S = 10.0
+
+
+class AdminClient:
+    """`url` is https://host:port; `key` and `ca` are references (file:PATH, env:NAME), `ca` "" means the system's."""
+
+    def __init__(self, url: str, key: str, ca: str = "") -> None:
+        parts = urlsplit(url)
+        if parts.scheme != "https" or not parts.hostname or parts.path not in ("", "/"):
+            raise ConfigError(f"--admin: {url!r} is not https://HOST:PORT")
+        if not key:
+            raise ConfigError("--admin needs --admin-key, such as env:FARFILL_ADMIN_KEY or file:admin.key")
+        self._url = url.rstrip("/")
+        self._key = resolve_secret(key, Path(), private=True).decode("utf-8", "replace").strip()
+        try:
+            authority = resolve_secret(ca, Path()).decode("ascii") if ca else None
+            self._context = ssl.create_default_context(cadata=authority)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"--admin-ca: {ca}: not a PEM certificate: {error}") from error
+
+    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer. Raises FarfillError with what the gateway said."""
+        return asyncio.run(self._call(method, path, body))
+
+    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        headers = {"Authorization": f"Bearer {self._key}"}
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
+                session.request(
+                    method, self._url + path, json=body, ssl=self._context, allow_redirects=False
+                ) as response,
+            ):
+                answer = json.loads(await response.read() or b"{}")
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            text = str(error) or type(error).__name__
+            raise FarfillError(f"{self._url}: {text}", reason="unreachable", retryable=True) from error
+        if response.status >= 400:
+            told = answer.get("error", {}) if isinstance(answer, dict) else {}
+            raise FarfillError(told.get("message", f"status {response.status}"), reason=told.get("code", "failed"))
+        return answer
