@@ -20,6 +20,7 @@ from farfill.engine.blocks import BlockLedger
 from farfill.wire.blocks import BLOCKS_PATH
 from farfill.wire.control import (
     CONTENT_TYPE,
+    PROTOCOL_VERSION,
     ContinueCommand,
     ContinueReply,
     DecodeCommand,
@@ -100,6 +101,7 @@ class StubWorker:
     role: Role
     transfers: Transfers
     site: str = "near"
+    model: str = "tiny"
     fingerprint: str = "fp"
     max_context_tokens: int = 1_000_000
     state: InstanceState = InstanceState.READY
@@ -122,6 +124,8 @@ class StubWorker:
     """It dies of the next command: nothing listens there any more, and all its connections are reset."""
     blocks: BlockLedger | None = None
     generation: str = "1"
+    version: str = "old"
+    protocol: int = PROTOCOL_VERSION
     # what happened
     decodes: list[DecodeCommand] = field(default_factory=list)
     prefills: list[PrefillCommand] = field(default_factory=list)
@@ -171,11 +175,13 @@ class StubWorker:
             site=self.site,
             url=self.url,
             transfer_address="" if self.role is Role.PREFILL else "127.0.0.1:9",
-            model="tiny",
+            model=self.model,
             fingerprint=self.fingerprint,
             generation=self.generation,
             state=self.state,
             max_context_tokens=self.max_context_tokens,
+            version=self.version,
+            protocol=self.protocol,
         )
 
     async def _blocks(self, request: web.Request) -> web.StreamResponse:

@@ -315,6 +315,12 @@ class WorkerConfig(Section):
     transfer_advertise: Address | None = Field(
         default=None, description="Address the dialling side reaches it at; unset: transfer_listen."
     )
+    version: str = Field(
+        default="",
+        pattern=r"^[A-Za-z0-9._+-]{0,64}$",
+        examples=["2026-12-01"],
+        description="What farfill rollout worker knows its version by; unset: that of the program.",
+    )
     vllm_listen: Address | None = Field(
         default=None,
         description="With engine.type vllm: address of vLLM's own API for stock routers (vllm-router), plain HTTP; where"

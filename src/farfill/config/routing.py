@@ -103,6 +103,11 @@ class RolloutConfig(Section):
     ttft_ratio_revert: float = Field(
         default=1.5, gt=0, description="p95 of TTFT, far over near, above which everything goes back."
     )
+    version_ttft_ratio_hold: float = Field(
+        default=1.2,
+        gt=0,
+        description="p95 of TTFT, new worker version over old, above which its share stays as it is.",
+    )
     link_utilisation: float = Field(
         default=0.7, gt=0, le=1, description="Utilisation of a link above which the share stays as it is."
     )

@@ -28,7 +28,8 @@ class Instance:
 
     `url` is its control address (https://host:port); `transfer_address` is where it accepts KV connections
     ("host:port", empty when it dials them). `generation` changes at every start, so a restarted worker is never
-    mistaken for its former self.
+    mistaken for its former self. `version` is what a rollout of a new worker version knows it by, `protocol` the
+    version of the control and transfer protocols it speaks.
     """
 
     name: str
@@ -45,6 +46,8 @@ class Instance:
     running_requests: int = 0
     kv_used_bytes: int = 0
     kv_total_bytes: int = 0
+    version: str = ""
+    protocol: int = 1
 
 
 class PlacementReason(StrEnum):

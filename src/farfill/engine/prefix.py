@@ -3,8 +3,8 @@
 An entry is one chunk: the rows of every growing tensor and, where it was taken while the sequence stood exactly at
 the chunk's end, the windows and states there. A hit is the longest chain of chunks from the prompt's start; models
 with windows or states can only continue from an entry that has them, so their hits end at one. Snapshots are copies:
-nobody else's bytes are pinned. `ledger` tells which chunks a prompt can be continued after. What is dropped first, and for how long things stay, is `engine.retention`'s to say.
-Safe from any thread.
+nobody else's bytes are pinned. `ledger` tells which chunks a prompt can be continued after. What is dropped first, and
+for how long things stay, is `engine.retention`'s to say. Safe from any thread.
 """
 
 from __future__ import annotations
@@ -142,13 +142,20 @@ class PrefixCache:
                 entry.pins += 1
             return PrefixHit(self, chain)
 
-    def insert(self, keys: Sequence[bytes], chunk: int, kv: SequenceKV) -> bool:
-        """Snapshot `chunk` of the chain `keys` from `kv`; False when it does not fit or is there already."""
+    def insert(
+        self, keys: Sequence[bytes], chunk: int, kv: SequenceKV, read_states: ReadState | None = None
+    ) -> bool:
+        """Snapshot `chunk` of the chain `keys` from `kv`; False when it does not fit or is there already.
+
+        Windows and states at its end come from `read_states`, else from `kv` if that stands there.
+        """
         key, boundary = keys[chunk], (chunk + 1) * self.layout.prefill_chunk_tokens
         with self._lock:
             entry = self._entries.get(key)
+            if read_states is None and kv.tokens == boundary:
+                read_states = kv.read
             want_states = (
-                not self.layout.resumable and kv.tokens == boundary and (entry is None or entry.states is None)
+                not self.layout.resumable and read_states is not None and (entry is None or entry.states is None)
             )
             if entry is not None and not want_states:
                 self._touch(keys[: chunk + 1])
@@ -164,7 +171,7 @@ class PrefixCache:
                 entry.pins += 1
         # Others may look things up while bytes are copied.
         new_rows = None if entry else _snapshot(kv.read, self.layout, rows)
-        new_states = _snapshot(kv.read, self.layout, states) if want_states else None
+        new_states = _snapshot(read_states, self.layout, states) if want_states and read_states is not None else None
         with self._lock:
             self._coming_bytes -= nbytes
             if entry is not None:

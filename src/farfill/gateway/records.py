@@ -54,6 +54,8 @@ class TryRecord(msgspec.Struct, kw_only=True):
     decode_instance: str
     prefill_instance: str
     reason: str
+    decode_version: str = ""
+    prefill_version: str = ""
 
 
 class RequestRecord(msgspec.Struct, kw_only=True):

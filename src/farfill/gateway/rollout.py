@@ -8,17 +8,17 @@ from dataclasses import dataclass, field
 from math import ceil
 
 from farfill.clock import Clock
-from farfill.core.cluster import FallbackReason, PlacementReason
+from farfill.core.cluster import FallbackReason, PlacementReason, Role
 from farfill.gateway.observe import PolicyObserver
-from farfill.policy.rollout import ANY, Share, StepObservation, Sticky, share_for
+from farfill.policy.rollout import ANY, Share, ShareQuery, StepObservation, Sticky, share_for, version_of
 from farfill.registry.records import ObservedShare, RolloutRecord
-from farfill.registry.rollouts import ShareKey
+from farfill.registry.rollouts import ShareKey, version_share_of
 
 MAX_TTFTS = 2000
 MIN_TTFTS = 20
 NOTHING_FAR = Share(percent=0.0)
 # What happens at decode, or to the client, says nothing about far prefill.
-_NO_FAULT = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.WITHDRAWN})
+NO_FAULT = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.WITHDRAWN})
 
 
 @dataclass(slots=True)
@@ -42,6 +42,7 @@ class RolloutState:
         self._observer = observer
         self._clock = clock
         self._shares: dict[ShareKey, Share] = {(ANY, ANY): NOTHING_FAR} if shared else {}
+        self._versions: dict[Role, dict[str, Share]] = {}
         self._steps: dict[ShareKey, _Step] = {}
         self.records: dict[ShareKey, RolloutRecord] = {}
         """As heard last."""
@@ -49,6 +50,11 @@ class RolloutState:
     def share(self, model: str, tenant: str) -> Share | None:
         """The most particular one."""
         return share_for(self._shares, model, tenant)
+
+    def version(self, role: Role, query: ShareQuery) -> tuple[str, tuple[str, ...]]:
+        """See `policy.rollout.version_of`."""
+        shares = self._versions.get(role)
+        return ("", ()) if shares is None else version_of(shares, query)
 
     def use(self, records: Mapping[ShareKey, RolloutRecord]) -> None:
         """From now on. A share with a new version is watched anew."""
@@ -61,6 +67,10 @@ class RolloutState:
             )
             for key, record in records.items()
         }
+        self._versions = {}
+        for key, share in self._shares.items():
+            if (found := version_share_of(key)) is not None:
+                self._versions.setdefault(found[0], {})[found[1]] = share
         for key, record in records.items():
             if key not in self._steps or self._steps[key].version != record.version:
                 self._steps[key] = _Step(record.version)
@@ -76,13 +86,27 @@ class RolloutState:
         if step is None:
             return
         if placed_far:
-            failed = fallback not in _NO_FAULT
+            failed = fallback not in NO_FAULT
             step.far_requests += 1
             step.far_failures += failed
             if ttft_s is not None and not failed:
                 step.far_ttft_s.append(ttft_s)
         elif reason == PlacementReason.ROLLOUT and ttft_s is not None:
             step.near_ttft_s.append(ttft_s)
+
+    def served(self, role: Role, version: str, *, failed: bool, ttft_s: float | None) -> None:
+        """An instance of `version` did its part of a request, or `failed` to: seen by all rollouts of its role."""
+        for key, step in self._steps.items():
+            found = version_share_of(key)
+            if found is None or found[0] is not role:
+                continue
+            if found[1] == version:
+                step.far_requests += 1
+                step.far_failures += failed
+                if ttft_s is not None and not failed:
+                    step.far_ttft_s.append(ttft_s)
+            elif ttft_s is not None and not failed:
+                step.near_ttft_s.append(ttft_s)
 
     def parity(self, model: str, tenant: str, *, equal: bool) -> None:
         """A prompt prefilled far was computed near as well."""

@@ -13,7 +13,8 @@ class PlacementRequest:
     """`session` is what repeated requests of one conversation share ("" if nothing); `spread` differs between requests.
 
     `total_tokens` is the prompt and the longest output; `kv_bytes` what both need, 0 when not known. `fingerprint` is
-    demanded of the instance when not empty. `tenant_share` is the part of an instance this tenant may fill (0..1).
+    demanded of the instance when not empty, and one of `protocols` when there are any. `version` is preferred, without
+    one whatever is not among `avoid_versions`. `tenant_share` is the part of an instance this tenant may fill (0..1).
     """
 
     model: str
@@ -28,6 +29,9 @@ class PlacementRequest:
     tenant: str = ""
     tenant_share: float = 1.0
     exclude: tuple[str, ...] = ()
+    protocols: tuple[int, ...] = ()
+    version: str = ""
+    avoid_versions: tuple[str, ...] = ()
 
 
 class Candidate(NamedTuple):

@@ -10,8 +10,10 @@ from farfill.core.errors import ConfigError
 from farfill.policy.candidates import Candidate, PlacementRequest
 from farfill.policy.plugins import FILTERS, PICKERS, SCORERS, Filter, Picker, Scorer, plugin
 
-DECODE_FILTERS = ("role", "model", "exclude", "health", "capability", "capacity", "tenant_share")
-PREFILL_FILTERS = ("role", "model", "exclude", "fingerprint", "health", "capability", "capacity")
+DECODE_FILTERS = ("role", "model", "exclude", "protocol", "health", "capability", "capacity", "tenant_share", "version")
+PREFILL_FILTERS = (
+    "role", "model", "exclude", "fingerprint", "protocol", "health", "capability", "capacity", "version",
+)  # fmt: skip
 DECODE_WEIGHTS: Mapping[str, float] = {
     "least_work": 4.0,
     "session_affinity": 1.0,

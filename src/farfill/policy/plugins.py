@@ -92,6 +92,26 @@ def fingerprint(request: PlacementRequest, candidates: Sequence[Candidate]) -> l
     return [not wanted or c.instance.fingerprint == wanted for c in candidates]
 
 
+@_named(FILTERS, "protocol")
+def protocol(request: PlacementRequest, candidates: Sequence[Candidate]) -> list[bool]:
+    """Speaks a version of the protocols that the other side speaks, too."""
+    spoken = request.protocols
+    return [c.instance.protocol in spoken for c in candidates] if spoken else [True] * len(candidates)
+
+
+@_named(FILTERS, "version")
+def version(request: PlacementRequest, candidates: Sequence[Candidate]) -> list[bool]:
+    """Is of the version the rollout gives this request; all of them, where nobody is: better another one than nobody."""
+    wanted, avoided = request.version, request.avoid_versions
+    if not wanted and not avoided:
+        return [True] * len(candidates)
+    if wanted:
+        fits = [c.instance.version == wanted for c in candidates]
+    else:
+        fits = [c.instance.version not in avoided for c in candidates]
+    return fits if any(fits) else [True] * len(candidates)
+
+
 @_named(FILTERS, "exclude")
 def exclude(request: PlacementRequest, candidates: Sequence[Candidate]) -> list[bool]:
     """Did not fail this very request before."""

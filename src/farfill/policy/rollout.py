@@ -153,11 +153,25 @@ def _hold_reason(limits: GuardLimits, seen: StepObservation) -> str:
         (seen.step_age_s < limits.min_step_s, "step_age"),
         (seen.far_requests < limits.min_requests, "few_requests"),
         (seen.parity_samples < limits.min_parity, "few_parity_samples"),
-        (seen.ttft_ratio is None, "ttft_unknown"),
+        # At the last step nobody is left to compare with.
+        (seen.ttft_ratio is None and seen.percent < STEPS[-1], "ttft_unknown"),
         (seen.ttft_ratio is not None and seen.ttft_ratio > limits.ttft_ratio_hold, "ttft"),
         (seen.link_utilisation > limits.link_utilisation, "link_utilisation"),
     )
     return next((reason for holds, reason in waits if holds), "")
+
+
+def version_of(shares: Mapping[str, Share], query: ShareQuery) -> tuple[str, tuple[str, ...]]:
+    """(the worker version the request belongs to, "" if none; versions it must not go to), from shares by version.
+
+    Of several versions on their way, the first one by name whose share has the request takes it.
+    """
+    avoided: list[str] = []
+    for version in sorted(shares):
+        if in_share(shares[version], query):
+            return version, ()
+        avoided.append(version)
+    return "", tuple(avoided)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from urllib.parse import quote, unquote
 
+from farfill.core.cluster import Role
 from farfill.core.errors import ProtocolError
 from farfill.registry.audit import audit_put, forget_old_audit
 from farfill.registry.records import (
@@ -18,10 +19,12 @@ from farfill.registry.records import (
 from farfill.registry.store import Entry, Put, Store, StoreError, Unchanged
 
 ATTEMPTS = 8
+_ROLES = frozenset({Role.PREFILL, Role.DECODE})
 ANY = "*"
 
 ShareKey = tuple[str, str]
-"""(model, tenant); ANY stands for all."""
+"""(model, tenant), ANY stands for all; or, of a worker version's rollout, (ROLE_MARK + role, version)."""
+ROLE_MARK = "@"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,17 @@ class ShareChange:
 def share_key(model: str, tenant: str) -> str:
     """The store's key."""
     return f"{ROLLOUT}{quote(model, safe='*')}/{quote(tenant, safe='*')}"
+
+
+def version_share(role: Role, version: str) -> ShareKey:
+    """The share of requests that go to workers of `role` and `version`."""
+    return f"{ROLE_MARK}{role}", version
+
+
+def version_share_of(key: ShareKey) -> tuple[Role, str] | None:
+    """(role, version) of a worker version's share; None: it is another share."""
+    role = key[0].removeprefix(ROLE_MARK)
+    return (Role(role), key[1]) if key[0].startswith(ROLE_MARK) and role in _ROLES else None
 
 
 def share_of(entry: Entry) -> tuple[ShareKey, RolloutRecord]:
@@ -87,7 +101,9 @@ async def change_share(
 async def revert_all(store: Store, author: str, reason: str, unix_s: float) -> list[ShareKey]:
     """Nothing goes far any more: 0 % for all, and for every share set apart. Raises StoreError."""
     listing = await store.scan(ROLLOUT)
-    keys = sorted({(ANY, ANY), *(share_of(entry)[0] for entry in listing.entries)})
+    found = (share_of(entry)[0] for entry in listing.entries)
+    # Worker versions go back by themselves: which one serves says nothing of where.
+    keys = sorted({(ANY, ANY), *(key for key in found if version_share_of(key) is None)})
     change = ShareChange(0.0, False, author, reason, unix_s)
     for key in keys:  # (*, *) comes first
         await change_share(store, key, lambda _: change)

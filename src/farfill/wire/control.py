@@ -274,6 +274,8 @@ class InstanceMessage(msgspec.Struct, kw_only=True):
     running_requests: int = 0
     kv_used_bytes: int = 0
     kv_total_bytes: int = 0
+    version: str = ""
+    protocol: int = 1
 
 
 class LeaseReply(msgspec.Struct, kw_only=True):

@@ -150,6 +150,7 @@ class RequestTracker:
                     self._service.background.spawn(comparing, f"parity-{generation.job.request_id}")
         summary = self._summary(error, outcome, duration_s)
         self._service.deps.observer.request_finished(summary)
+        self._service.traffic.finished(summary)
         self._log(summary, error)
 
     def _count_versions(self, record: RequestRecord) -> None:
@@ -167,7 +168,6 @@ class RequestTracker:
         timing = generation.timing
         record.start = generation.start
         record.placement = "remote" if generation.remote else "local"
-        self._service.traffic.finished(summary)
         record.fallback = str(generation.fallback)
         record.fallback_detail = generation.fallback_detail
         record.transfer_id = generation.transfer_id
