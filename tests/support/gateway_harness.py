@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +17,11 @@ from openai import AsyncOpenAI
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import Instance, Role
 from farfill.gateway.access import Access
+from farfill.gateway.access_observe import AccessObserver, SilentAccessObserver
 from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.observe import RequestSummary, SilentObserver
 from farfill.gateway.service import GatewayDeps, GatewayService
-from farfill.gateway.tokenizer import load_tokenizer
+from farfill.gateway.tokenizer import LoadedTokenizer, load_tokenizer
 from farfill.registry.store import Store
 from support.stub_worker import StubWorker, Transfers, sign_stub_ticket
 from support.tiny_tokenizer import write_model_folder
@@ -131,7 +132,10 @@ async def running_gateway(
     decode_tls: ssl.SSLContext | None = None,
     store: Store | None = None,
     vision: bool = False,
-    access: Access | None = None,
+    door: Access | None = None,
+    entrance: AccessObserver | None = None,
+    more_models: Mapping[str, LoadedTokenizer] | None = None,
+    workers: Sequence[StubWorker] = (),
     **sections: dict[str, Any],
 ) -> AsyncIterator[Harness]:
     """Start two stubs and a gateway; stop everything at the end."""
@@ -144,7 +148,9 @@ async def running_gateway(
     prefill = StubWorker("prefill-far", Role.PREFILL, transfers, site="far")
     await decode.start()
     await prefill.start()
-    membership, observer = StubMembership([decode, prefill]), RecordingObserver()
+    for worker in workers:
+        await worker.start()
+    membership, observer = StubMembership([decode, prefill, *workers]), RecordingObserver()
     deps = GatewayDeps(
         config=make_config(model_path, **sections),
         model=load_tokenizer(model_path),
@@ -153,7 +159,9 @@ async def running_gateway(
         worker_tls=worker_tls,
         observer=observer,
         store=store,
-        access=access,
+        access=door,
+        entrance=entrance or SilentAccessObserver(),
+        more_models=more_models or {},
         # Images are fetched from servers of the test.
         may_fetch_from=lambda address: address == "127.0.0.1",
         metrics=lambda: (b"farfill_up 1\n", "text/plain; version=0.0.4; charset=utf-8"),
@@ -178,5 +186,5 @@ async def running_gateway(
     finally:
         await openai.close()
         await runner.cleanup()
-        await prefill.stop()
-        await decode.stop()
+        for worker in (prefill, decode, *workers):
+            await worker.stop()

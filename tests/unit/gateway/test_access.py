@@ -95,9 +95,7 @@ async def test_key_tells_whose_request_it_is() -> None:
         (lambda book: "ff_" + "é" * 62, "malformed"),
     ],
 )
-async def test_wrong_key_is_refused_and_the_client_hears_little(
-    make: Callable[[BookOfKeys], str], cause: str
-) -> None:
+async def test_wrong_key_is_refused_and_the_client_hears_little(make: Callable[[BookOfKeys], str], cause: str) -> None:
     door = Door()
     with pytest.raises(UnauthorisedError) as caught:
         await door.enter(make(door.book))
@@ -193,7 +191,7 @@ def forged(door: Door) -> str:
 
 
 def unsigned(door: Door) -> str:
-    head, body, _ = door.token().split(".")
+    body = door.token().split(".")[1]
     return "eyJhbGciOiJub25lIiwidHlwIjoiSldUIn0." + body + "."
 
 

@@ -156,7 +156,9 @@ def test_file_is_private_at_first_and_keeps_its_mode_after(tmp_path: Path) -> No
     assert [line.why for line in file.audit()] == ["", "second"]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 2}', '{"keys": [{"id": "x", "digest": "y", "scope": "z"}]}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"version": 2}', '{"keys": [{"id": "x", "digest": "y", "scope": "z"}]}']
+)
 def test_file_with_mistakes_is_refused_by_name(tmp_path: Path, content: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(content)
