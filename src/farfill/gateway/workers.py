@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import ssl
 from collections.abc import Callable
+from functools import lru_cache
 from typing import TypeVar
+from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 import structlog
 
@@ -26,6 +26,7 @@ from farfill.core.errors import (
     TicketError,
     UnavailableError,
 )
+from farfill.gateway.worker_http import Answer, BrokenError, Endpoint, UnreachedError, WorkerConnections
 from farfill.wire.control import (
     CONTENT_TYPE,
     PROTOCOL_VERSION,
@@ -47,11 +48,12 @@ from farfill.wire.events import EventReader
 log = structlog.get_logger("farfill.gateway")
 
 MAX_ERROR_BYTES = 64 * 1024
-# aiohttp sends larger bodies from a file object piece by piece, so that the loop stays responsive.
-WHOLE_BODY_BYTES = 512 * 1024
 
 _encode = msgspec.msgpack.Encoder().encode
-_HEADERS = {"Content-Type": CONTENT_TYPE, VERSION_HEADER: str(PROTOCOL_VERSION)}
+_HEAD = (
+    "{method} {path} HTTP/1.1\r\nHost: {authority}\r\n"
+    f"Content-Type: {CONTENT_TYPE}\r\n{VERSION_HEADER}: {PROTOCOL_VERSION}\r\nContent-Length: "
+)
 
 Reply = TypeVar("Reply", bound=msgspec.Struct)
 ServerName = Callable[[Instance], str | None]
@@ -92,7 +94,7 @@ class WorkerAnswerError(FarfillError):
 class DecodeStream:
     """The events of one generation as a decode worker sends them."""
 
-    def __init__(self, instance: Instance, response: aiohttp.ClientResponse) -> None:
+    def __init__(self, instance: Instance, response: Answer) -> None:
         self._instance = instance
         self._response = response
         self._reader = EventReader()
@@ -104,8 +106,8 @@ class DecodeStream:
         """
         while True:
             try:
-                data = await self._response.content.readany()
-            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                data = await self._response.readany()
+            except BrokenError as error:
                 raise _unanswered(self._instance, "the stream broke off", error, reached=True) from error
             if not data:
                 return []
@@ -131,20 +133,12 @@ class WorkerClient:
         self, *, tls: ssl.SSLContext | None, connect_timeout_s: float, server_name: ServerName = lambda _: None
     ) -> None:
         self._tls = tls
-        self._connect_timeout_s = connect_timeout_s
         self._server_name = server_name
-        self._session: aiohttp.ClientSession | None = None
+        # Answers take as long as prefill takes; deadlines belong to whoever awaits them.
+        self._connections = WorkerConnections(connect_timeout_s)
 
     async def start(self) -> None:
-        """Open the connection pool."""
-        limit_s = self._connect_timeout_s
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
-            # Answers take as long as prefill takes; deadlines belong to whoever awaits them.
-            timeout=aiohttp.ClientTimeout(total=None, connect=limit_s, sock_connect=limit_s),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        """Connections are made as they are needed."""
 
     def use_context(self, tls: ssl.SSLContext) -> None:
         """New certificates or CAs for connections to come; running work keeps its connections."""
@@ -152,8 +146,7 @@ class WorkerClient:
 
     async def close(self) -> None:
         """Close all connections."""
-        if self._session is not None:
-            await self._session.close()
+        self._connections.close()
 
     async def decode(self, instance: Instance, command: DecodeCommand) -> DecodeStream:
         """Start a generation; returns when the worker committed to it (its first token is there)."""
@@ -187,31 +180,40 @@ class WorkerClient:
             return msgspec.msgpack.decode(await response.read(), type=kind)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"{instance.name}: malformed {kind.__name__}: {error}") from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except BrokenError as error:
             raise _unanswered(instance, "the answer broke off", error, reached=True) from error
         finally:
             response.close()  # without effect when it was read to its end
 
-    async def _send(self, instance: Instance, path: str, command: msgspec.Struct | None) -> aiohttp.ClientResponse:
+    async def _send(self, instance: Instance, path: str, command: msgspec.Struct | None) -> Answer:
         """POST `command`, or GET without one."""
-        assert self._session is not None, "the client was not started"
         body = b"" if command is None else _encode(command)
+        secure, host, port, authority = _address(instance.url)
+        endpoint = Endpoint(host, port, self._tls if secure else None, self._server_name(instance) if secure else None)
+        head = _head("GET" if command is None else "POST", path, authority, len(body))
         try:
-            response = await self._session.request(
-                "GET" if command is None else "POST",
-                instance.url + path,
-                data=None if command is None else body if len(body) <= WHOLE_BODY_BYTES else io.BytesIO(body),
-                headers=_HEADERS,
-                ssl=self._tls if self._tls is not None else True,
-                server_hostname=self._server_name(instance),
-            )
-        except (aiohttp.ClientConnectorError, aiohttp.ClientSSLError, aiohttp.ConnectionTimeoutError) as error:
+            response = await self._connections.request(endpoint, head, body)
+        except UnreachedError as error:
             raise _unanswered(instance, "cannot be reached", error, reached=False) from error
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except BrokenError as error:
             raise _unanswered(instance, "the connection was lost", error, reached=True) from error
         if response.status == 200:
             return response
         raise await _answer_error(instance, response)
+
+
+@lru_cache(1024)
+def _address(url: str) -> tuple[bool, str, int, str]:
+    """(with TLS, host, port, authority) of a worker's URL."""
+    parts = urlsplit(url)
+    secure = parts.scheme == "https"
+    return secure, parts.hostname or "", parts.port or (443 if secure else 80), parts.netloc
+
+
+def _head(method: str, path: str, authority: str, length: int) -> bytes:
+    if any(character in path for character in "\r\n "):
+        raise ValueError("a path has no blanks")
+    return f"{_HEAD.format(method=method, path=path, authority=authority)}{length}\r\n\r\n".encode("ascii")
 
 
 def _unanswered(instance: Instance, what: str, error: Exception, *, reached: bool) -> WorkerConnectionError:
@@ -220,10 +222,10 @@ def _unanswered(instance: Instance, what: str, error: Exception, *, reached: boo
     return WorkerConnectionError(f"{instance.name}: {what}", reached=reached)
 
 
-async def _answer_error(instance: Instance, response: aiohttp.ClientResponse) -> WorkerAnswerError:
+async def _answer_error(instance: Instance, response: Answer) -> WorkerAnswerError:
     try:
-        body = msgspec.msgpack.decode(await response.content.read(MAX_ERROR_BYTES), type=ErrorBody)
-    except (msgspec.DecodeError, aiohttp.ClientError, OSError):
+        body = msgspec.msgpack.decode(await response.read(MAX_ERROR_BYTES), type=ErrorBody)
+    except (msgspec.DecodeError, BrokenError):
         body = ErrorBody(
             reason="worker_error",
             message=f"status {response.status} without a reason",
