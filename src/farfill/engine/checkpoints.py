@@ -1,12 +1,12 @@
 """Windows and states at prefill-chunk boundaries before a prompt's end, each in a place of its own.
 
 A cache keeps them only as they are now. So what is exported, or arrives, as it was at an earlier boundary lies here
-until the export is released or the generation has begun.
+until the export is released, or the generation has begun and the prefix cache has taken what it wants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from farfill.engine.executor import SequenceKV
 from farfill.engine.memory import allocate_bytes
@@ -23,6 +23,7 @@ class Checkpoints:
         self._pieces = manifest.checkpoint_pieces
         self._buffers = {piece.index: allocate_bytes(piece.nbytes) for piece in self._pieces}
         self.nbytes = checkpoint_bytes(manifest)
+        self._there: set[int] = set()
 
     def buffer(self, piece: int) -> memoryview | None:
         """The writable place of a piece; None for a piece that lies in the cache itself."""
@@ -34,6 +35,18 @@ class Checkpoints:
         for piece in self._pieces:
             if piece.prefill_chunk == chunk:
                 self._buffers[piece.index].data[:] = read(piece.tensor, piece.start_token, piece.end_token)
+                self._there.add(piece.index)
+
+    def arrived(self, pieces: Collection[int]) -> None:
+        """These are there in full; of others that were only asked for, nobody knows."""
+        self._there.update(piece for piece in self._buffers if piece in pieces)
+
+    def reader(self, tokens: int) -> ReadState | None:
+        """Reads what stood after `tokens` tokens; None unless all of it is known to be there."""
+        spans = {(p.tensor, p.start_token, p.end_token): p.index for p in self._pieces if p.end_token == tokens}
+        if not spans or not self._there.issuperset(spans.values()):
+            return None
+        return lambda *span: self._buffers[spans[span]].data.toreadonly()
 
     def copy_into(self, kv: SequenceKV, tokens: int) -> None:
         """Put what stood after `tokens` tokens into its places in `kv`."""

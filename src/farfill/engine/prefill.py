@@ -210,30 +210,43 @@ class PrefillTurns:
         if tokens:
             kv.attach(tokens)
         job.ready_tokens = tokens
-        if job.checkpoints is not None:
-            # What arrived for earlier boundaries is not needed any more.
-            if job.hold is not None:
-                job.hold.shrink(job.checkpoints.nbytes)
-            job.checkpoints = None
+        arrived = job.checkpoints
         step = self._layout.prefill_chunk_tokens
         for chunk in range(-(-tokens // step)):
             ends_here = min((chunk + 1) * step, job.num_tokens) == tokens
             job.chunk_ready(chunk, kv.read if ends_here or hit is None else hit.read)
         known = hit.tokens // step if hit is not None else 0
-        for chunk in range(known, min(len(job.keys), tokens // step)):
-            if (chunk + 1) * step == tokens and not self._layout.resumable:
-                # Its windows and states are overwritten by the next token.
-                self._prefix.insert(job.keys, chunk, kv)
-            else:
-                self._snapshots.append((job, chunk, kv))
+        end = min(len(job.keys), tokens // step)
+        if end * step == tokens and end > known and not self._layout.resumable:
+            # Its windows and states are overwritten by the next token.
+            self._prefix.insert(job.keys, end - 1, kv)
+        elif not self._layout.resumable:
+            # Rows after the last windows and states that are there would be of no use.
+            while end > known and (arrived is None or arrived.reader(end * step) is None):
+                end -= 1
+        self._snapshots.extend((job, chunk, kv) for chunk in range(known, end))
+        if known == end:
+            self._drop_arrived(job)
 
     def _take_snapshot(self) -> bool:
         """Keep one chunk of what arrived from elsewhere: rows stay as they are while others go on."""
         if not self._snapshots:
             return False
         job, chunk, kv = self._snapshots.popleft()
-        self._prefix.insert(job.keys, chunk, kv)
+        end = (chunk + 1) * self._layout.prefill_chunk_tokens
+        self._prefix.insert(job.keys, chunk, kv, None if job.checkpoints is None else job.checkpoints.reader(end))
+        if not any(other is job for other, _, _ in self._snapshots):
+            self._drop_arrived(job)
         return True
+
+    @staticmethod
+    def _drop_arrived(job: Job) -> None:
+        """What arrived for boundaries before the prompt's end is not needed any more. An export keeps its own."""
+        if job.checkpoints is None or job.exports_checkpoints:
+            return
+        if job.hold is not None:
+            job.hold.shrink(job.checkpoints.nbytes)
+        job.checkpoints = None
 
     def _next(self) -> Job | None:
         """By priority, then the tenant, then the job that waited longest; now and then by waiting alone."""

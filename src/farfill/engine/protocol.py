@@ -8,10 +8,10 @@ prompt token is computed by the decode step that also samples. Who prefills neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from farfill.core.layout import KVLayout
 from farfill.core.sampling import SamplingParams
@@ -189,6 +189,15 @@ class KVSlot(Protocol):
     def buffer(self, piece: int) -> memoryview: ...
 
     def release(self) -> None: ...
+
+
+@runtime_checkable
+class KeepsCheckpoints(Protocol):
+    """A `KVSlot` that can make use of windows and states as they were before the prompt's end, for prefix hits."""
+
+    def received(self, pieces: Collection[int]) -> None:
+        """These pieces are complete; to be told before `generate`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

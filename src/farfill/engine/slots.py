@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from farfill.engine.checkpoints import Checkpoints
@@ -67,6 +68,11 @@ class Slot:
             return kept
         wanted = self.manifest.pieces[piece]
         return kv.place(wanted.tensor, wanted.start_token, wanted.end_token)
+
+    def received(self, pieces: Collection[int]) -> None:
+        """See `protocol.KeepsCheckpoints`."""
+        if self._checkpoints is not None:
+            self._checkpoints.arrived([piece for piece in pieces if piece not in self.held])
 
     def take(self, owner: Owner | None) -> Taken | None:
         """Hand everything over to `owner`, once; None when it was released or taken before."""

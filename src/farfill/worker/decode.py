@@ -17,7 +17,7 @@ from farfill.core.errors import CapacityError, FarfillError, InvalidRequestError
 from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
 from farfill.core.ticket import Ticket
-from farfill.engine.protocol import Engine, GenerateWork, KVSlot, PrefillStats, TokenEvent
+from farfill.engine.protocol import Engine, GenerateWork, KeepsCheckpoints, KVSlot, PrefillStats, TokenEvent
 from farfill.telemetry.metrics import WorkerMetrics
 from farfill.transfer.handover import Handover, HandoverResult
 from farfill.transfer.handover_machine import NextSender
@@ -240,6 +240,8 @@ class DecodeService:
             slot.release()
             raise
         last = result.last
+        if isinstance(slot, KeepsCheckpoints):
+            slot.received(last.pieces)
         prompt = PromptKV(
             slot=slot,
             valid_tokens=last.prefix_tokens,

@@ -103,6 +103,27 @@ def test_checkpoints_take_memory_until_the_generation_begins(make_engine: MakeEn
     plain_slot.release()
 
 
+@pytest.mark.parametrize("told", [True, False])
+def test_what_arrived_is_a_prefix_hit_at_its_checkpoints(make_engine: MakeEngine, harness: Any, told: bool) -> None:
+    far, near = make_engine(checkpoint_every_chunks=2), make_engine(checkpoint_every_chunks=2, prefix_bytes=1 << 22)
+    # Snapshots of what arrived are taken between steps, as long as the generation runs.
+    work = harness.work(harness.prompt(90), max_tokens=12)
+    slot = near.reserve(work)
+    harness.fill(slot, harness.prefill(far, work.prompt).pieces)
+    if told:
+        slot.received(range(len(slot.manifest.pieces)))
+    harness.generate(near, work, slot, valid_tokens=89)
+    resumable = near.info.layout.resumable
+    assert bool(near.load().prefix_cache_bytes) == (told or resumable), "rows without states are of no use"
+    others = [harness.work(work.prompt[:tokens] + harness.prompt(20, seed=tokens)) for tokens in (85, 64, 50, 33)]
+    expected = [harness.generate(far, other).tokens() for other in others]
+    for other, tokens, cached in zip(others, expected, (80, 64, 48, 32), strict=True):
+        found = harness.generate(near, other)
+        assert found.tokens() == tokens
+        if told or resumable:
+            assert found.stats.cached_tokens == (cached if resumable else cached // 32 * 32)
+
+
 def test_export_of_a_prefix_hit_has_its_checkpoints(make_engine: MakeEngine, harness: Any) -> None:
     engine = make_engine(prefix_bytes=1 << 20, checkpoint_every_chunks=1)
     cold, warm = harness.prefill(engine, harness.prompt(60)), harness.prefill(engine, harness.prompt(60))
