@@ -17,4 +17,4 @@ def rate_share(own_demand: float, other_demands: Sequence[float], floor: float =
     total = own_demand + sum(other_demands)
     if total <= 0:
         return 1 / gateways
-    return floor / gateways + (1 - floor) * own_demand / total
+    return floor / gateways + (1 - floor) * (own_demand / total)
