@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
@@ -22,6 +24,7 @@ from farfill.engine.protocol import (
     EngineInfo,
     EngineLoad,
     GenerateWork,
+    KeptPrefix,
     KVSlot,
     PrefillHandle,
     PrefillSink,
@@ -53,7 +56,7 @@ class LocalEngine:
         self.vocabulary = vocabulary
         self._executor = executor
         self._limits = limits
-        clock = clock or WallClock()
+        self._clock = clock = clock or WallClock()
         self._memory = KVMemory(info.kv_total_bytes)
         self._prefix = PrefixCache(info.layout, limits.prefix_cache_bytes, ttl_s=limits.prefix_ttl_s, clock=clock)
         self._scheduler = Scheduler(executor, self._memory, self._prefix, limits, clock)
@@ -159,12 +162,19 @@ class LocalEngine:
             pinned = self._prefix.pinned()
             assert not pinned, f"{pinned} prefix snapshots are pinned by nobody"
 
-    def keep_prefix(self, work: GenerateWork | PrefillWork, how: Keep) -> None:
-        """Say how snapshots of this prompt's beginning are to be kept, those to come as well: pinned, or by weight.
-
-        Only whole prefill chunks before the last token count. Pins take up to half of the prefix cache.
-        """
-        self._prefix.keep(self._keys(work), how)
+    def keep_prefix(
+        self, tokens: Sequence[int], cache_salt: str, *, pinned: bool, weight: float, ttl_s: float
+    ) -> KeptPrefix:
+        """See `protocol.KeepsPrefixes`."""
+        # One more, since the last token of a prompt is never part of a snapshot.
+        keys = self._prefix.keys((*tokens, 0), cache_salt)
+        step = self.info.layout.prefill_chunk_tokens
+        there = 0
+        if keys:
+            until_s = self._clock.now_s() + ttl_s if ttl_s else math.inf
+            there = self._prefix.keep(keys, Keep(weight, pinned, until_s))
+            self._scheduler.wake()
+        return KeptPrefix(tokens=len(keys) * step, there_tokens=there * step)
 
     def _keys(self, work: GenerateWork | PrefillWork) -> tuple[bytes, ...]:
         return self._prefix.keys(work.prompt, work.cache_salt, work.adapter, work.media)

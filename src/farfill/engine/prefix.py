@@ -180,15 +180,34 @@ class PrefixCache:
             self._touch(keys[: chunk + 1])
         return True
 
-    def keep(self, keys: Sequence[bytes], how: Keep) -> None:
-        """Say how the chain `keys` is to be kept, now and when it comes back."""
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of snapshots that are kept because somebody said so."""
+        return self._retention.pinned_bytes
+
+    @property
+    def pins_refused(self) -> int:
+        """Parts that were to be pinned beyond half of the limit, since the start."""
+        return self._retention.pins_refused
+
+    def keep(self, keys: Sequence[bytes], how: Keep) -> int:
+        """Say how the chain `keys` is to be kept, now and when it comes back; how many of its chunks are there."""
         with self._lock:
             self._retention.keep(keys, how)
+            there = 0
+            for index, key in enumerate(keys, start=1):
+                entry = self._entries.get(key)
+                if entry is None:
+                    break
+                if self.layout.resumable or entry.states is not None:
+                    there = index
+            return there
 
     def expire(self) -> float | None:
         """Drop what nobody used for `ttl_s`; seconds until there may be more to drop, None when there is nothing."""
         now_s = self._clock.now_s()
         with self._lock:
+            self._retention.end_orders(now_s)
             for part in self._retention.expired(now_s):
                 entry = self._entries.get(part.key)
                 if entry is not None and part in (entry.rows_part, entry.states_part) and not entry.pins:
@@ -244,7 +263,7 @@ class PrefixCache:
             entry.rows_part = self._retention.add(key, rows.nbytes, cost)
         if states is not None:
             entry.states = states
-            entry.states_part = self._retention.add(key, states.nbytes, cost)
+            entry.states_part = self._retention.add(key, states.nbytes, cost, is_states=True)
         if self.layout.resumable or states is not None:
             self.ledger.stored((key,))
 

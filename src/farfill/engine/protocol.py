@@ -41,6 +41,7 @@ class EngineTotals:
 
     `set_back_*`: sequences whose KV was taken away to be computed again, for the growth of others or for a request
     of higher priority. `prefix_dropped_*`: snapshots dropped for room, or because nobody used them in time.
+    `prefix_pins_refused`: snapshots that were to be pinned and are not, because pins have a bound.
     """
 
     decode_steps: int = 0
@@ -53,6 +54,7 @@ class EngineTotals:
     set_back_priority: int = 0
     prefix_dropped_room: int = 0
     prefix_dropped_age: int = 0
+    prefix_pins_refused: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class EngineLoad:
     waiting_sequences: int
     kv_used_bytes: int
     prefix_cache_bytes: int
+    prefix_pinned_bytes: int = 0
     kv_filled_bytes: int = 0
     kv_most_bytes: int = 0
     totals: EngineTotals = EngineTotals()
@@ -189,6 +192,30 @@ class KVSlot(Protocol):
     def buffer(self, piece: int) -> memoryview: ...
 
     def release(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPrefix:
+    """An order for a prompt's beginning: how many of its tokens it is for (whole prefill chunks), and how many of these
+    the prefix cache has now."""
+
+    tokens: int
+    there_tokens: int
+
+
+@runtime_checkable
+class KeepsPrefixes(Protocol):
+    """An `Engine` that can be told which prefixes to keep. Any thread."""
+
+    def keep_prefix(
+        self, tokens: Sequence[int], cache_salt: str, *, pinned: bool, weight: float, ttl_s: float
+    ) -> KeptPrefix:
+        """Keep snapshots of prompts that begin with `tokens`, those to come as well, for `ttl_s` (0: always): pinned,
+        or as if they were `weight` times as costly to compute. Weight 1 and no pin takes an earlier order back.
+
+        Pins take up to half of the prefix cache. 0 tokens: it is off, or `tokens` are fewer than a prefill chunk.
+        """
+        ...
 
 
 @runtime_checkable

@@ -121,6 +121,7 @@ class Scheduler:
             kv_filled_bytes=self._memory.filled_bytes,
             kv_most_bytes=self._memory.most_bytes,
             prefix_cache_bytes=self._prefix.used_bytes,
+            prefix_pinned_bytes=self._prefix.pinned_bytes,
             totals=self._totals(),
         )
 
@@ -143,6 +144,7 @@ class Scheduler:
             set_back_priority=self._set_back_priority,
             prefix_dropped_room=dropped_room,
             prefix_dropped_age=dropped_age,
+            prefix_pins_refused=self._prefix.pins_refused,
         )
 
     def _run(self) -> None:

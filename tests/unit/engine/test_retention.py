@@ -115,7 +115,52 @@ def test_pins_leave_half_of_the_room() -> None:
     cache = cache_of(4)
     keys = insert(cache, prompt_of(4 * CHUNK + 1, 1))
     cache.keep(keys, Keep(pinned=True))
+    assert 0 < cache.pinned_bytes <= cache.limit_bytes // 2
+    assert cache.pins_refused == 2
     assert hit_tokens(cache, insert(cache, prompt_of(2 * CHUNK + 1, 2))) == 2 * CHUNK
+
+
+def test_an_order_ends_with_its_time() -> None:
+    clock = VirtualClock()
+    cache = cache_of(4, clock=clock)
+    keys = insert(cache, prompt_of(2 * CHUNK + 1, 1))
+    assert cache.keep(keys, Keep(pinned=True, until_s=50.0)) == 2
+    pinned = cache.pinned_bytes
+    assert pinned == cache.used_bytes
+    clock.advance(49.0)
+    assert cache.expire() == pytest.approx(1.0)
+    assert cache.pinned_bytes == pinned
+    clock.advance(1.0)
+    assert cache.expire() is None
+    assert cache.pinned_bytes == 0
+    assert hit_tokens(cache, keys) == 2 * CHUNK, "it is still there, until others need the room"
+
+
+def test_what_several_orders_pin_goes_with_the_last_of_them() -> None:
+    cache = cache_of(8)
+    keys = insert(cache, prompt_of(3 * CHUNK + 1, 1))
+    cache.keep(keys, Keep(pinned=True))
+    cache.keep(keys[:2], Keep(pinned=True))
+    whole = cache.pinned_bytes
+    cache.keep(keys, Keep())
+    assert cache.pinned_bytes == whole // 3 * 2
+    cache.keep(keys[:2], Keep())
+    assert cache.pinned_bytes == 0
+
+
+def test_states_are_pinned_only_where_a_prefix_ends() -> None:
+    cache = cache_of(8, states=True)
+    keys = insert(cache, prompt_of(3 * CHUNK + 1, 1))
+    used = cache.used_bytes
+    cache.keep(keys[:2], Keep(pinned=True))
+    rows_and_states = cache.pinned_bytes
+    cache.keep(keys[:2], Keep())
+    cache.keep(keys[:1], Keep(pinned=True))
+    one = cache.pinned_bytes
+    rows = rows_and_states - one
+    assert 0 < rows < one
+    assert rows_and_states == 2 * rows + (one - rows)
+    assert used == 3 * one
 
 
 def test_weight_makes_a_prefix_outlive_equals_used_later() -> None:
