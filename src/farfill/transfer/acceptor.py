@@ -13,15 +13,17 @@ from farfill.clock import Clock
 from farfill.core.errors import IncompatiblePeerError, ProtocolError
 from farfill.telemetry.log_limit import LimitedWarnings
 from farfill.transfer.budget import ReceiveBudget
-from farfill.transfer.door import Door
+from farfill.transfer.door import JOIN_S, Door
 from farfill.transfer.early import EarlyChunks, Waiting, key_of, landing_or_refused
 from farfill.transfer.hello import hello_problem
 from farfill.transfer.incoming import AwaitedTransfer, Scratch
 from farfill.transfer.limits import Liveness
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.session import PeerSession
+from farfill.transfer.waiting import until
 from farfill.transport.errors import TransportInterruptedError, TransportTimeoutError
 from farfill.transport.protocol import ChunkSink, OutgoingFrame, PathSample, Receive, Transport
+from farfill.transport.reactor import Reactor
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import (
@@ -82,13 +84,22 @@ class Acceptor:
         self.clock = clock
         self.observer = observer
         self.liveness = liveness
+        self.reactor = Reactor("farfill-kv-receive")
         self._refusals = LimitedWarnings(_log, "transfer_connection_refused", clock.now_s)
         self._lock = Lock()
         self._peers = 0
         self._sessions: dict[str, list[AcceptorSession]] = {}
         self._door: Door | None = None
         if listen is not None:
-            self._door = Door(listen, transport, self.session, self.refused, liveness=liveness, clock=clock)
+            self._door = Door(
+                listen,
+                transport,
+                self.session,
+                self.refused,
+                liveness=liveness,
+                clock=clock,
+                reactor=self.reactor,
+            )
 
     @property
     def address(self) -> str:
@@ -104,6 +115,7 @@ class Acceptor:
         """Stop accepting, let connections say what is queued, end every thread. Idempotent."""
         if self._door is not None:
             await self._door.close()
+        await until(lambda: not self.reactor.alive, JOIN_S)
         self._refusals.tell_left_out(at_once=True)
 
     def tick(self) -> None:

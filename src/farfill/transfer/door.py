@@ -1,4 +1,4 @@
-"""Accepts connections: one thread each, bounded in number, told apart from each other only by who they prove to be."""
+"""Accepts connections: bounded in number, told apart from each other only by who they prove to be."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from farfill.transfer.waiting import until
 from farfill.transport.connection import Connection
 from farfill.transport.errors import TransportError, TransportInterruptedError
 from farfill.transport.protocol import Listener, PendingChannel, Session, Transport
+from farfill.transport.reactor import Reactor
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 
@@ -54,12 +55,14 @@ class Door:
         *,
         liveness: Liveness,
         clock: Clock,
+        reactor: Reactor,
     ) -> None:
         """`refused` hears (certified name or None, network address, reason, detail)."""
         self.make_session = make_session
         self.refused = refused
         self.liveness = liveness
         self.clock = clock
+        self.reactor = reactor
         self._listen = listen
         self._transport = transport
         self._listener: Listener | None = None
@@ -176,4 +179,4 @@ class _Line:
         self._session = session
         if self._finishing:
             session.finish()
-        Connection(channel, session, self.waker, door.clock).run()
+        Connection(channel, session, self.waker, door.clock).run(door.reactor)

@@ -32,6 +32,7 @@ from farfill.transfer.sender_session import SenderSession
 from farfill.transfer.slot import Slot
 from farfill.transfer.turns import Turns
 from farfill.transport.protocol import OutgoingFrame, PathSample, Transport
+from farfill.transport.reactor import Reactor
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 from farfill.wire.frames import EarlyGrant, HelloPayload, ReasonPayload
@@ -98,6 +99,7 @@ class PeerLink:
         peer_name: str,
         me: HelloPayload,
         transport: Transport,
+        reactor: Reactor,
         *,
         config: KVTransferConfig,
         clock: Clock,
@@ -107,6 +109,7 @@ class PeerLink:
         self.peer_name = peer_name
         self.me = me
         self.transport = transport
+        self.reactor = reactor
         self.clock = clock
         self.observer = observer
         self.config = config

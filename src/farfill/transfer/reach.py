@@ -73,6 +73,7 @@ class ReachedPeer:
         self.peer_name = peer_name
         self.transport = reach.transport
         self.clock = reach.acceptor.clock
+        self.reactor = reach.acceptor.reactor
         self.liveness = reach.acceptor.liveness
         self._reach = reach
         self._rtt_s: float | None = None

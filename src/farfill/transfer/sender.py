@@ -26,6 +26,7 @@ from farfill.transfer.outgoing import PushedTransfer, SendOptions
 from farfill.transfer.protocol import OutgoingTransfer
 from farfill.transfer.waiting import until
 from farfill.transport.protocol import Transport
+from farfill.transport.reactor import Reactor
 from farfill.transport.tcp import TlsTcpTransport
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
@@ -76,10 +77,17 @@ class KVSender:
         self._ticker: asyncio.Task[None] | None = None
         self._closed = False
         self._refusals = LimitedWarnings(_log, "transfer_connection_refused", clock.now_s)
+        self._reactor = Reactor("farfill-kv-send")
         self._door: Door | None = None
         if listen is not None:
             self._door = Door(
-                listen, self._transport, self._adopt, self._turned_away, liveness=liveness_of(config), clock=clock
+                listen,
+                self._transport,
+                self._adopt,
+                self._turned_away,
+                liveness=liveness_of(config),
+                clock=clock,
+                reactor=self._reactor,
             )
 
     @property
@@ -108,6 +116,7 @@ class KVSender:
             for link in links:
                 link.abort()
             await until(lambda: not any(link.alive for link in links), JOIN_S)
+        await until(lambda: not self._reactor.alive, JOIN_S)
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -165,6 +174,7 @@ class KVSender:
                 peer_name,
                 self._me,
                 self._transport,
+                self._reactor,
                 config=self._config,
                 clock=self._clock,
                 observer=self._observer,

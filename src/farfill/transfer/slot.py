@@ -16,6 +16,7 @@ from farfill.transfer.limits import Liveness
 from farfill.transport.connection import Connection
 from farfill.transport.errors import IdentityError, TransportError, TransportInterruptedError
 from farfill.transport.protocol import Channel, Transport
+from farfill.transport.reactor import Reactor
 from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 
@@ -37,6 +38,7 @@ class Dialling(Protocol):
     peer_name: str
     transport: Transport
     clock: Clock
+    reactor: Reactor
     liveness: Liveness
 
     @property
@@ -131,7 +133,7 @@ class Slot:
         self._session = session
         if self._stopping:
             session.finish()
-        Connection(channel, session, self.waker, self._pool.clock).run()
+        Connection(channel, session, self.waker, self._pool.clock).run(self._pool.reactor)
         self._session = None
         return session.welcomed
 

@@ -1,7 +1,7 @@
-"""Runs one connection: cuts a channel into frames, full duplex, on the calling thread.
+"""Runs one connection: cuts a channel into frames, full duplex, stepped by a reactor.
 
-Guarantees to its session: calls come from this one thread; a frame asked for is sent whole or the connection
-ends; `closed` is the last call, whatever happened; a chunk sink gets either `complete` or `abandon`.
+Guarantees to its session: no two calls at once, and each sees what the one before did; a frame asked for is sent whole
+or the connection ends; `closed` is the last call, whatever happened; a chunk sink gets either `complete` or `abandon`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from farfill.clock import Clock
 from farfill.core.errors import FarfillError, IncompatiblePeerError, ProtocolError
 from farfill.transport.errors import TransportError, TransportInterruptedError
 from farfill.transport.protocol import Channel, ChunkSink, OutgoingFrame, Receive, Session
+from farfill.transport.reactor import Reactor
 from farfill.transport.waker import Waker
 from farfill.wire.frames import HEADER_BYTES, FrameHeader, FrameType, unpack_header
 
@@ -23,18 +24,19 @@ WRITE_SLICE_BYTES = 256 * 1024
 MIN_SLICE_BYTES = 16 * 1024
 TURN_BYTES = 1024 * 1024  # how much one direction may move before the other gets its turn
 MAX_WAIT_S = 0.25
+MIN_WAIT_S = 0.001
 WIND_DOWN_S = 1.0
 
 _log = structlog.get_logger(__name__)
 
 
 class Connection:
-    """One channel, one session, one thread: whoever calls `run`."""
+    """One channel, one session."""
 
     def __init__(self, channel: Channel, session: Session, waker: Waker, clock: Clock) -> None:
+        self.waker = waker
         self._channel = channel
         self._session = session
-        self._waker = waker
         self._clock = clock
         self._out: OutgoingFrame | None = None
         self._out_position = 0
@@ -44,15 +46,17 @@ class Connection:
         self._header_bytes = 0
         self._sink: ChunkSink | None = None
 
-    def run(self) -> None:
-        """Until either side ends it. Errors go to `session.closed`, never out of here."""
+    def run(self, reactor: Reactor) -> None:
+        """Until either side ends it; blocks. Errors go to `session.closed`, never out of here."""
         error: Exception | None = None
         at_once = True
         try:
-            self._loop()
+            reactor.run(self)
+            self._wind_down()
             at_once = False
         except (ProtocolError, IncompatiblePeerError) as failed:
             error, at_once = failed, False
+            self._last_words(failed)
         except (FarfillError, OSError) as failed:
             error = failed
         except Exception as failed:
@@ -66,66 +70,62 @@ class Connection:
             # Bytes of a broken connection must not arrive late: their chunks travel elsewhere.
             self._channel.close(at_once=at_once)
 
-    def _loop(self) -> None:
-        poll = select.poll()
-        poll.register(self._channel.fileno(), select.POLLIN)
-        poll.register(self._waker.fileno(), select.POLLIN)
-        writing = woken = False
-        while True:
-            self._waker.clear(woken=woken)
-            woken = False
-            if self._waker.stopped:
-                raise TransportInterruptedError("closed from this side")
-            wait_s = min(self._session.tick(self._clock.now_s(), self._channel.path), MAX_WAIT_S)
-            moved = self._write()
-            if self._session.finishing:
-                self._wind_down()
-                return
-            try:
-                moved = self._read() or moved
-            except (ProtocolError, IncompatiblePeerError) as error:
-                self._session.violated(error)
-                self._wind_down()
-                raise
-            if moved or self._waker.pending:
-                continue
+    def fileno(self) -> int:
+        """See `reactor.Stepped`."""
+        return self._channel.fileno()
+
+    @property
+    def wants_write(self) -> bool:
+        """See `reactor.Stepped`."""
+        return self._write_blocked or self._channel.wants_write
+
+    def step(self, *, readable: bool) -> float | None:
+        """See `reactor.Stepped`."""
+        self.waker.clear()
+        if self.waker.stopped:
+            raise TransportInterruptedError("closed from this side")
+        wait_s = min(self._session.tick(self._clock.now_s(), self._channel.path), MAX_WAIT_S)
+        more = self._write()
+        if self._session.finishing:
+            return None
+        if readable or self._channel.wants_write:
+            more = self._read() or more
             self._channel.await_bytes(1 if self._sink is None else self._sink.remaining)
-            want = self._write_blocked or self._channel.wants_write
-            if want != writing:
-                writing = want
-                poll.modify(self._channel.fileno(), select.POLLIN | (select.POLLOUT if want else 0))
-            ready = poll.poll(max(0.0, wait_s) * 1000)
-            woken = any(fileno == self._waker.fileno() for fileno, _ in ready)
+        return 0 if more else max(wait_s, MIN_WAIT_S)
 
     def _write(self) -> bool:
-        """Send until the channel is full, there is nothing to send, or the turn is over."""
-        moved = 0
+        """Send until the channel is full, there is nothing to send, or the turn is over: whether the last is why."""
         if not self._write_blocked:  # a call that did not get through is repeated with the same length
             unsent_bytes = self._session.unsent_bytes
             self._channel.hold_unsent(unsent_bytes)
             self._slice_bytes = min(WRITE_SLICE_BYTES, max(MIN_SLICE_BYTES, unsent_bytes))
         self._write_blocked = False
+        more = self._send_frames()
+        if not self._channel.flush():
+            self._write_blocked = True
+        return more
+
+    def _send_frames(self) -> bool:
+        moved = 0
         while moved < TURN_BYTES:
             if self._out is None:
                 self._out = self._session.next_frame(self._clock.now_s())
                 self._out_position = 0
                 if self._out is None:
-                    break
+                    return False
             sent = self._out.send(self._out_position, self._slice_bytes, self._channel.send)
             if sent == 0:
                 self._write_blocked = True
-                break
+                return False
             moved += sent
             self._out_position += sent
             if self._out_position == self._out.size:
                 frame, self._out = self._out, None
                 self._session.frame_sent(frame, self._clock.now_s())
-        if not self._channel.flush():
-            self._write_blocked = True
-        return moved > 0
+        return True
 
     def _read(self) -> bool:
-        """Receive until the channel is empty or the turn is over."""
+        """Receive until the channel is empty or the turn is over: whether the last is why."""
         moved = 0
         while moved < TURN_BYTES:
             if self._sink is None:
@@ -133,7 +133,7 @@ class Connection:
             else:
                 count = self._sink.fill(self._channel.recv_into)
             if count is None:
-                break
+                return False
             if count == 0:
                 self._end_of_stream()
             moved += count
@@ -145,7 +145,7 @@ class Connection:
             if self._sink is not None and self._sink.remaining == 0:
                 sink, self._sink = self._sink, None
                 sink.complete()
-        return moved > 0
+        return True
 
     def _begin(self, header: FrameHeader) -> None:
         self._header_bytes = 0
@@ -153,6 +153,11 @@ class Connection:
             self._sink = self._session.chunk(header, self._clock.now_s())
         else:
             self._sink = _ControlSink(header, self._session, self._clock)
+
+    def _last_words(self, error: ProtocolError | IncompatiblePeerError) -> None:
+        """Tell the peer what it did wrong."""
+        self._session.violated(error)
+        self._wind_down()
 
     def _end_of_stream(self) -> None:
         if self._header_bytes or self._sink is not None:
@@ -168,12 +173,12 @@ class Connection:
         try:
             while self._write() or self._out is not None or self._write_blocked:
                 if self._write_blocked:
-                    self._waker.wait_for(self._channel.fileno(), select.POLLOUT, deadline_s)
+                    self.waker.wait_for(self._channel.fileno(), select.POLLOUT, deadline_s)
             self._channel.finish_sending()
             scratch = memoryview(bytearray(64 * 1024))
             while (count := self._channel.recv_into(scratch)) != 0:
                 if count is None:
-                    self._waker.wait_for(self._channel.fileno(), select.POLLIN, deadline_s)
+                    self.waker.wait_for(self._channel.fileno(), select.POLLIN, deadline_s)
         except TransportError:
             return  # the peer is gone or silent: it had its chance to read
 

@@ -1,4 +1,4 @@
-"""Wakes a thread that waits in `poll` from any other thread."""
+"""Wakes a thread that waits in `poll`, or whatever was attached, from any other thread."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import select
 import socket
 import time
-from threading import get_ident
+from collections.abc import Callable
 
 from farfill.transport.errors import TransportInterruptedError, TransportTimeoutError
 
@@ -20,46 +20,52 @@ class Waker:
         self._reader.setblocking(False)
         self._writer.setblocking(False)
         self._woken = False
-        self._home = 0
+        self._notify: Callable[[], None] | None = None
         self.stopped = False
 
     def fileno(self) -> int:
-        """Readable while a wake is pending."""
+        """Readable while a wake is pending that nobody was notified of."""
         return self._reader.fileno()
+
+    def attach(self, notify: Callable[[], None]) -> None:
+        """From now on `notify` is called instead of making the pipe readable, at once if a wake is pending."""
+        self._notify = notify
+        if self._woken:
+            notify()
+
+    def detach(self) -> None:
+        """Back to the pipe."""
+        self._notify = None
 
     def wake(self) -> None:
         """End the current or the next wait."""
         if self._woken:
             return
         self._woken = True
-        if get_ident() != self._home:  # the thread that looks at `pending` before it waits need not wake itself
-            with contextlib.suppress(OSError):  # full: a wake is pending anyway; closed: nobody waits
-                self._writer.send(b"\0")
+        notify = self._notify
+        if notify is not None:
+            notify()
+            return
+        with contextlib.suppress(OSError):  # full: a wake is pending anyway; closed: nobody waits
+            self._writer.send(b"\0")
 
     def stop(self) -> None:
         """Wake for good: the waiting thread shall end."""
         self.stopped = True
         self._woken = True
+        notify = self._notify
+        if notify is not None:
+            notify()
         with contextlib.suppress(OSError):
             self._writer.send(b"\0")
 
-    @property
-    def pending(self) -> bool:
-        """Whether there was a wake since the last `clear`."""
-        return self._woken
-
-    def clear(self, *, woken: bool = True) -> None:
-        """Forget pending wakes. Look for work only after this, never before.
-
-        `woken` False: the caller's wait did not end by a wake, and it looks at `pending` before it waits again.
-        """
-        if not woken:
-            self._home = get_ident()
-        if woken or self._woken:
+    def clear(self) -> None:
+        """Forget pending wakes. Look for work only after this, never before."""
+        if self._notify is None:
             with contextlib.suppress(BlockingIOError):
                 while self._reader.recv(64):
                     pass
-            self._woken = False
+        self._woken = False
 
     def close(self) -> None:
         """Free both ends."""

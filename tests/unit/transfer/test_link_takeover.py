@@ -22,6 +22,7 @@ from farfill.transfer.link import PeerLink
 from farfill.transfer.outgoing import PushedTransfer, SendOptions
 from farfill.transport.memory import MemoryNetwork
 from farfill.transport.protocol import OutgoingFrame, PathSample
+from farfill.transport.reactor import Reactor
 from farfill.transport.tls import PeerIdentity
 from farfill.wire.frames import AcceptPayload, FrameHeader, FrameType, HelloPayload, unpack_header
 from support.transfer_harness import FINGERPRINT, CountingObserver, config
@@ -46,7 +47,9 @@ class Line:
         self.seen = CountingObserver()
         me = HelloPayload(1, FINGERPRINT, "prefill", "g")
         transport = MemoryNetwork().transport(PeerIdentity("t", "s", "prefill", "prefill"))
-        self.link = PeerLink("", "decode", me, transport, config=config(), clock=self.clock, observer=self.seen)
+        self.link = PeerLink(
+            "", "decode", me, transport, Reactor("test"), config=config(), clock=self.clock, observer=self.seen
+        )
         self.codec = ChunkCodec()
         self.queues: list[deque[tuple[PushedTransfer, OutgoingFrame]]] = [deque() for _ in range(self.connections)]
         self.left = [0.0] * self.connections
