@@ -30,7 +30,7 @@ from farfill.gateway.identity import worker_context
 from farfill.gateway.reload import Reloaded
 from farfill.gateway.service import GatewayDeps, GatewayService
 from farfill.gateway.tokenizer import load_tokenizer
-from farfill.registry.client import InstanceWatcher
+from farfill.registry.client import LAST_BACKOFF_S, InstanceWatcher
 from farfill.registry.identity import registry_context
 from farfill.registry.remote import RemoteStore
 from farfill.telemetry.loop_lag import watch_loop_lag
@@ -69,6 +69,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         observer=metrics,
         on_change=metrics.instances_known,
         first_answer_s=FIRST_ANSWER_S,
+        grace_s=config.registry.lease_s + LAST_BACKOFF_S,
     )
     store = RemoteStore(registry_url(loaded), registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster))
     deps = GatewayDeps(

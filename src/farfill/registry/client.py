@@ -20,6 +20,7 @@ import structlog
 
 from farfill.core.cluster import Instance, InstanceState
 from farfill.core.errors import FarfillError, ProtocolError
+from farfill.registry.grace import Grace
 from farfill.registry.messages import encode, error_of, from_message, to_message
 from farfill.wire.control import CONTENT_TYPE, PROTOCOL_VERSION, VERSION_HEADER, InstancesReply, LeaseReply
 
@@ -222,7 +223,8 @@ class Announcer:
 class InstanceWatcher:
     """Knows all live instances while the context is open, from one long poll after another.
 
-    The context opens with the registry's first answer, or without it after `first_answer_s`.
+    The context opens with the registry's first answer, or without it after `first_answer_s`. Whoever is missing after
+    an outage stays for `grace_s`.
     """
 
     def __init__(
@@ -233,10 +235,12 @@ class InstanceWatcher:
         observer: RegistryObserver | None = None,
         on_change: Callable[[tuple[Instance, ...]], None] | None = None,
         first_answer_s: float = 0.0,
+        grace_s: float = 0.0,
     ) -> None:
         self._calls = RegistryCalls(registry_url, ssl_context, observer)
         self._on_change = on_change
         self._first_answer_s = first_answer_s
+        self._grace = Grace(grace_s)
         self._instances: tuple[Instance, ...] = ()
         self._revision = 0
         self._known = asyncio.Event()
@@ -282,18 +286,23 @@ class InstanceWatcher:
                 await asyncio.sleep(self._calls.failed(error))
 
     async def _poll(self) -> None:
+        loop = asyncio.get_running_loop()
+        wait_s = self._grace.left_s(loop.time()) or POLL_WAIT_S
         answer = await self._calls.call(
             "GET",
             "/v1/instances",
-            timeout_s=POLL_WAIT_S + CALL_TIMEOUT_S,
+            timeout_s=wait_s + CALL_TIMEOUT_S,
             after=str(self._revision),
-            wait_s=str(POLL_WAIT_S),
+            wait_s=str(wait_s),
         )
         try:
             reply = msgspec.msgpack.decode(answer, type=InstancesReply)
         except msgspec.DecodeError as error:
             raise ProtocolError(f"the registry's answer makes no sense: {error}", side="registry") from error
-        instances = tuple(from_message(message) for message in reply.instances)
+        found = tuple(from_message(message) for message in reply.instances)
+        if self._calls.away_s > 0:
+            self._grace.outage_ended(loop.time())
+        instances = self._grace.merge(self._instances, found, loop.time())
         self._calls.succeeded()
         self._revision = reply.revision
         if instances != self._instances or not self.known:

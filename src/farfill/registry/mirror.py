@@ -47,6 +47,7 @@ class Mirror:
         self._entries: dict[str, Entry] = {}
         self._known = asyncio.Event()
         self._away_since_s: float | None = None
+        self._outages = 0
         self._task: asyncio.Task[None] | None = None
         self.revision = 0
 
@@ -71,6 +72,11 @@ class Mirror:
     def stale_s(self) -> float:
         """For how long the store has been away; 0 while it answers."""
         return 0.0 if self._away_since_s is None else asyncio.get_running_loop().time() - self._away_since_s
+
+    @property
+    def outages(self) -> int:
+        """How often it was away and came back."""
+        return self._outages
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._follow(), name=f"mirror-{self._prefix}")
@@ -128,6 +134,7 @@ class Mirror:
             self._observer.registry_answered("ok")
         if self._away_since_s is not None:
             log.info("registry_back", prefix=self._prefix)
+            self._outages += 1
         self._away_since_s = None
 
     def _failed(self, error: FarfillError) -> None:

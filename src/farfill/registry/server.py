@@ -24,6 +24,8 @@ from aiohttp import web
 from farfill.clock import Clock
 from farfill.core.cluster import Instance, Role
 from farfill.core.errors import ProtocolError
+from farfill.registry.client import LAST_BACKOFF_S
+from farfill.registry.grace import Grace
 from farfill.registry.members import Members
 from farfill.registry.messages import from_message, message_response, refusal, to_message
 from farfill.registry.mirror import Mirror
@@ -72,11 +74,14 @@ class RegistryService:
     _shown: tuple[Instance, ...] = ()
     _left: set[str] = field(default_factory=set)
     _started_s: float = 0.0
+    _outages: int = 0
+    _later: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
         self.mirror = Mirror(self.store, INSTANCES, on_change=self._publish, observer=self.metrics)
         self.members = Members(self.store, self.mirror, self.lease_s)
         self._handler = StoreHandler(self.store)
+        self._grace = Grace(self.lease_s + LAST_BACKOFF_S)
 
     def app(self) -> web.Application:
         """The routes, and the mirror that follows the store while the app runs."""
@@ -139,6 +144,8 @@ class RegistryService:
             wait_s = min(max(float(request.query.get("wait_s", "0")), 0.0), MAX_WAIT_S)
         except ValueError:
             return refusal(400, "invalid_request", "after and wait_s must be numbers")
+        if (grace_s := self._grace.left_s(asyncio.get_running_loop().time())) > 0:
+            wait_s = min(wait_s, grace_s + 0.05)  # who is dropped then changes no revision
         self.metrics.watching(1)
         try:
             with contextlib.suppress(TimeoutError):
@@ -223,7 +230,12 @@ class RegistryService:
 
     def _publish(self) -> None:
         """The mirror moved: wake all watchers, and count who went without saying so."""
-        before, self._shown = {i.name for i in self._shown}, self.members.instances()
+        loop, before = asyncio.get_running_loop(), {i.name for i in self._shown}
+        if self.mirror.outages > self._outages:
+            self._outages = self.mirror.outages
+            self._grace.outage_ended(loop.time())
+            self._later = loop.call_later(self._grace.left_s(loop.time()), self._publish)
+        self._shown = self._grace.merge(self._shown, self.members.instances(), loop.time(), self._left)
         gone = before - {i.name for i in self._shown}
         lost = gone - self._left
         self._left -= gone
@@ -242,6 +254,8 @@ class RegistryService:
         async with self.mirror:
             task = asyncio.create_task(self._settle())
             yield
+            if self._later is not None:
+                self._later.cancel()
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await task

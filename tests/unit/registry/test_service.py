@@ -193,6 +193,47 @@ async def test_clients_live_through_a_registry_that_is_away(server: Server):
         assert watcher.stale_s == 0
 
 
+async def test_leases_that_ran_out_while_the_store_was_away_empty_no_cluster(server: Server):
+    """Nobody could renew: those known stay until they had the time to come back; one that does not is dropped then."""
+    await server.stop()
+    await server.start(lease_s=0.5)
+    seen: list[int] = []
+    watcher = InstanceWatcher(
+        registry_url=server.url, ssl_context=None, on_change=lambda instances: seen.append(len(instances))
+    )
+    await server.service.members.put(DECODE)
+    async with watcher:
+        await until(lambda: seen == [1])
+        follow = server.service.mirror
+        follow._failed(StoreError("cut off", reason="unreachable"))
+        server.clock.advance(1.0)  # its lease
+        follow._answered()
+        await until(lambda: server.instances() == ())
+        assert watcher.instances() == (DECODE,)
+        await until(lambda: watcher.instances() == ())
+    assert seen == [1, 0]
+
+
+async def test_watcher_keeps_whom_a_restarted_registry_does_not_know_yet(server: Server):
+    seen: list[int] = []
+    watcher = InstanceWatcher(
+        registry_url=server.url, ssl_context=None, on_change=lambda i: seen.append(len(i)), grace_s=1.0
+    )
+    await server.service.members.put(DECODE)
+    async with watcher:
+        await until(lambda: seen == [1])
+        await server.stop()
+        await until(lambda: watcher.stale_s > 0)
+        server.clock.advance(31.0)
+        await server.start()
+        await server.service.members.remove(DECODE.name, DECODE.generation)
+        await until(lambda: watcher.stale_s == 0)
+        assert watcher.instances() == (DECODE,)
+        await server.service.members.put(dataclasses.replace(DECODE, name="other"))
+        await until(lambda: [i.name for i in watcher.instances()] == ["d1", "other"])
+        await until(lambda: [i.name for i in watcher.instances()] == ["other"])
+
+
 async def test_watcher_never_sees_an_empty_cluster_because_the_registry_lost_its_disk(server: Server):
     seen: list[int] = []
     watcher = InstanceWatcher(
