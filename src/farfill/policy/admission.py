@@ -20,6 +20,7 @@ from farfill.policy.tokens import TokenBucket
 RATE_WINDOW_S = 30.0
 MAX_TENANTS = 10_000
 MIN_RATE_SAMPLES = 8
+MAX_RATE_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +119,8 @@ class Admission:
         self._kv_tokens = 0
         self._link_bytes = 0
         self._waiting_tokens = 0
-        self._done: deque[tuple[float, int]] = deque()
-        self._done_tokens = 0
+        self._started_s: dict[str, float] = {}
+        self._done: deque[_Done] = deque()
         self._shares: dict[str, tuple[float, float]] = {}
         self._default_share = 1.0
 
@@ -160,7 +161,7 @@ class Admission:
             return [*effects, refused]
         self._tenant(arrival.tenant).take(arrival.kv_tokens, now_s)
         if not self._queue and self._fits(arrival):
-            return [*effects, self._start(arrival)]
+            return [*effects, self._start(arrival, now_s)]
         expected_s = self._expected_wait_s(now_s)
         weight = self._tenant(arrival.tenant).limits.weight
         self._queue.push(
@@ -173,14 +174,16 @@ class Admission:
         self._waiting[arrival.request] = arrival
         heappush(self._deadlines, (arrival.deadline_s, arrival.request))
         self._waiting_tokens += arrival.kv_tokens
-        return [*effects, Waits(arrival.request, expected_s), *self._start_waiting()]
+        return [*effects, Waits(arrival.request, expected_s), *self._start_waiting(now_s)]
 
-    def sent(self, request: str) -> None:
-        """The request's KV has crossed the link (or need not): its link bytes are free."""
+    def sent(self, request: str, now_s: float) -> list[Effect]:
+        """The request's KV has crossed the link (or need not): its link bytes are free for who waits."""
         arrival = self._running.get(request)
-        if arrival is not None and arrival.link_bytes:
-            self._link_bytes -= arrival.link_bytes
-            self._running[request] = _without_link(arrival)
+        if arrival is None or not arrival.link_bytes:
+            return []
+        self._link_bytes -= arrival.link_bytes
+        self._running[request] = _without_link(arrival)
+        return self.tick(now_s)
 
     def end(self, request: str, now_s: float, *, used_tokens: int | None = None) -> list[Effect]:
         """A running request ended, however. What it did not use of its `kv_tokens` counts for its tenant again."""
@@ -190,8 +193,9 @@ class Admission:
                 self._tenant(arrival.tenant).give_back(arrival.kv_tokens - used_tokens, 0, now_s)
             self._kv_tokens -= arrival.kv_tokens
             self._link_bytes -= arrival.link_bytes
-            self._done.append((now_s, arrival.kv_tokens))
-            self._done_tokens += arrival.kv_tokens
+            seconds = now_s - self._started_s.pop(request)
+            if used_tokens is None or used_tokens > 0:  # what did nothing says nothing of how fast things go
+                self._done.append(_Done(now_s, arrival.kv_tokens, seconds))
         return self.tick(now_s)
 
     def cancel(self, request: str, now_s: float) -> list[Effect]:
@@ -206,7 +210,7 @@ class Admission:
             request = heappop(self._deadlines)[1]
             self._unqueue(request, now_s)
             effects.append(Refused(request, Refusal.DEADLINE, self._retry_s(now_s)))
-        return [*effects, *self._start_waiting()]
+        return [*effects, *self._start_waiting(now_s)]
 
     def next_deadline_s(self) -> float | None:
         """When `tick` has something to refuse, if nothing else happens before."""
@@ -237,22 +241,25 @@ class Admission:
 
     def _fits(self, arrival: Arrival) -> bool:
         limits = self._limits
+        if not self._running and limits.max_running:
+            return True  # larger than a limit that was lowered while it waited: alone, or it would hold up all others
         return (
             len(self._running) < limits.max_running
             and self._kv_tokens + arrival.kv_tokens <= limits.kv_tokens
             and self._link_bytes + arrival.link_bytes <= limits.link_bytes
         )
 
-    def _start_waiting(self) -> list[Effect]:
+    def _start_waiting(self, now_s: float) -> list[Effect]:
         effects: list[Effect] = []
         while (request := self._queue.pop(lambda r: self._fits(self._waiting[r]))) is not None:
             arrival = self._waiting.pop(request)
             self._waiting_tokens -= arrival.kv_tokens
-            effects.append(self._start(arrival))
+            effects.append(self._start(arrival, now_s))
         return effects
 
-    def _start(self, arrival: Arrival) -> Started:
+    def _start(self, arrival: Arrival, now_s: float) -> Started:
         self._running[arrival.request] = arrival
+        self._started_s[arrival.request] = now_s
         self._kv_tokens += arrival.kv_tokens
         self._link_bytes += arrival.link_bytes
         return Started(arrival.request)
@@ -265,13 +272,18 @@ class Admission:
             self._tenant(arrival.tenant).give_back(arrival.kv_tokens, 1, now_s)
 
     def _expected_wait_s(self, now_s: float) -> float:
-        """Tokens waiting, over the rate at which tokens got done lately; 0 while too little is known."""
-        while self._done and self._done[0][0] <= now_s - RATE_WINDOW_S:
-            self._done_tokens -= self._done.popleft()[1]
-        if len(self._done) < MIN_RATE_SAMPLES:
+        """Tokens waiting, over the rate at which those that run get done; 0 while too little is known.
+
+        The rate is what one request did a second lately, times how many run: time in which little was asked for must
+        not look like slowness.
+        """
+        done = self._done
+        while len(done) > MAX_RATE_SAMPLES or (len(done) > MIN_RATE_SAMPLES and done[0].at_s <= now_s - RATE_WINDOW_S):
+            done.popleft()
+        tokens = sum(each.tokens for each in done)
+        if len(done) < MIN_RATE_SAMPLES or not tokens:
             return 0.0
-        span_s = now_s - self._done[0][0]
-        return self._waiting_tokens * span_s / self._done_tokens if self._done_tokens else 0.0
+        return self._waiting_tokens * sum(each.seconds for each in done) / tokens / max(1, len(self._running))
 
     def _retry_s(self, now_s: float) -> float:
         return min(60.0, max(1.0, self._expected_wait_s(now_s)))
@@ -291,6 +303,13 @@ class Admission:
 
     def _settings_of(self, name: str) -> TenantLimits:
         return self._settings.get(name) or self._settings.get("*") or TenantLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    at_s: float
+    tokens: int
+    seconds: float
 
 
 class _Tenant:

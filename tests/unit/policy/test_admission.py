@@ -48,8 +48,8 @@ def test_outstanding_kv_tokens_and_link_bytes_hold_requests_back():
     assert started(admission.arrive(arrival("a", tokens=600, link_bytes=400), 0)) == ["a"]
     assert not started(admission.arrive(arrival("b", tokens=100, link_bytes=200), 0))
     assert not started(admission.arrive(arrival("c", tokens=1), 0))  # nobody overtakes b
-    admission.sent("a")
-    assert started(admission.tick(0)) == ["b", "c"]
+    assert started(admission.sent("a", 0)) == ["b", "c"]
+    assert admission.sent("a", 0) == []
     assert admission.outstanding == (701, 200)
     assert not started(admission.arrive(arrival("d", tokens=400), 0))
     assert started(admission.end("a", 0)) == ["d"]
@@ -90,6 +90,52 @@ def test_hopeless_request_is_shed_at_once():
     (waits,) = admission.arrive(arrival("patient", deadline_s=now_s + 50), now_s)
     assert isinstance(waits, Waits)
     assert waits.expected_s == pytest.approx(10, rel=0.15)
+
+
+def test_burst_after_quiet_hours_is_not_taken_for_hopeless():
+    """Little was asked for: that was not slowness. Four at a time get 1000 tokens a second each done."""
+    admission = Admission(AdmissionLimits(max_running=4))
+    now_s = 0.0
+    for i in range(20):
+        admission.arrive(arrival(f"quiet{i}", tokens=1000), now_s)
+        admission.end(f"quiet{i}", now_s + 1.0)
+        now_s += 3.0
+    for i in range(4):
+        admission.arrive(arrival(f"running{i}", tokens=1000, deadline_s=1e9), now_s)
+    for i in range(40):
+        (waits,) = admission.arrive(arrival(f"burst{i}", tokens=1000, deadline_s=now_s + 12), now_s)
+        assert isinstance(waits, Waits)
+        assert waits.expected_s == pytest.approx(i / 4)
+    (_, *_) = [admission.arrive(arrival(f"more{i}", tokens=1000, deadline_s=now_s + 12), now_s) for i in range(9)]
+    (shed,) = admission.arrive(arrival("last", tokens=1000, deadline_s=now_s + 12), now_s)
+    assert isinstance(shed, Refused)
+    assert shed.reason is Refusal.SHED
+
+
+def test_requests_that_take_minutes_are_shed_as_well():
+    """Long contexts, two at a time, 100 s each: what is known of them may be older than the window."""
+    admission = Admission(AdmissionLimits(max_running=2))
+    for i in range(12):
+        admission.arrive(arrival(f"r{i}", tokens=100_000, deadline_s=1e9), 0.0)
+    for i in range(10):
+        admission.end(f"r{i}", 100.0 * (1 + i // 2))
+    (shed,) = admission.arrive(arrival("no", tokens=10, deadline_s=500.0 + 30.0), 500.0)
+    assert not isinstance(shed, Refused), "nobody waits before it"
+    admission.arrive(arrival("far", tokens=100_000, deadline_s=1e9), 500.0)
+    (shed,) = admission.arrive(arrival("late", tokens=10, deadline_s=500.0 + 30.0), 500.0)
+    assert isinstance(shed, Refused)
+    assert (shed.reason, shed.retry_after_s) == (Refusal.SHED, pytest.approx(50, rel=0.01))
+
+
+def test_limit_lowered_below_what_waits_holds_up_nobody():
+    admission = Admission(AdmissionLimits(kv_tokens=1000))
+    admission.arrive(arrival("runs", tokens=900), 0)
+    admission.arrive(arrival("large", tokens=800), 0)
+    admission.arrive(arrival("small", tokens=50), 0)
+    admission.configure(AdmissionLimits(kv_tokens=100), {})
+    assert started(admission.tick(0)) == []
+    assert started(admission.end("runs", 1)) == ["large"], "alone"
+    assert started(admission.end("large", 2)) == ["small"]
 
 
 def test_queues_are_bounded_in_all_and_for_each_tenant():
@@ -206,7 +252,7 @@ def test_any_history_keeps_every_bound_and_answers_every_request_once(happened):
                 continue
             request = those[pick % len(those)]
             if what == "sent":
-                admission.sent(request)
+                take(admission.sent(request, now_s))
             else:
                 state[request] = "ended"
                 take(admission.end(request, now_s) if what == "end" else admission.cancel(request, now_s))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from math import inf
 
@@ -34,14 +34,10 @@ _TEXTS = {
 class Turn:
     """A request that began. Tell what is known of it while it runs."""
 
-    def __init__(self, machine: AdmissionMachine, key: str) -> None:
-        self._machine = machine
-        self.key = key
+    def __init__(self, sent: Callable[[], None]) -> None:
+        self.sent = sent
+        """To be called when its KV has crossed the link, or need not."""
         self.used_tokens: int | None = None
-
-    def sent(self) -> None:
-        """Its KV has crossed the link, or need not."""
-        self._machine.sent(self.key)
 
 
 class Admission:
@@ -50,15 +46,15 @@ class Admission:
     def __init__(self, gateway: GatewayConfig, config: AdmissionConfig, clock: Clock, observer: PolicyObserver) -> None:
         self._in_progress = 0
         self._machine = AdmissionMachine(AdmissionLimits())
-        self.configure(gateway, config)
         self._clock = clock
         self._observer = observer
         self._keys = itertools.count()
         self._waiting: dict[str, asyncio.Future[None]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self.configure(gateway, config)
 
     def configure(self, gateway: GatewayConfig, config: AdmissionConfig) -> None:
-        """New limits from now on. Who runs or waits does so under the former ones."""
+        """New limits from now on; who waits begins when these allow it. Nobody is turned away for them."""
         self._limit = gateway.max_concurrent_requests + config.max_queue
         self._queue_timeout_s = config.queue_timeout_s
         self._machine.configure(
@@ -71,6 +67,7 @@ class Admission:
             ),
             {name: _tenant(tenant) for name, tenant in config.tenants.items()},
         )
+        self._apply(self._machine.tick(self._clock.now_s()))
 
     def share(self, shares: Mapping[str, tuple[float, float]], default: float) -> None:
         """This gateway's parts of the tenants' rates from now on; see `gateway.limits`."""
@@ -123,7 +120,7 @@ class Admission:
             self._withdraw(key)
             raise
         self._observer.admission_ended("started", self._clock.now_s() - came_s)
-        turn = Turn(self._machine, key)
+        turn = Turn(lambda: self._apply(self._machine.sent(key, self._clock.now_s())))
         try:
             yield turn
         finally:
