@@ -8,9 +8,14 @@ from typing import Annotated
 import typer
 import yaml
 
+from farfill.cli import config_versions
 from farfill.config.load import check_model_files, load_config
 
-app = typer.Typer(no_args_is_help=True, help="Check and show the cluster file.")
+app = typer.Typer(no_args_is_help=True, help="Check and show the cluster file; put versions of it in force.")
+app.command("apply")(config_versions.apply)
+app.command("history")(config_versions.history)
+app.command("diff")(config_versions.diff)
+app.command("rollback")(config_versions.rollback)
 
 
 ClusterFile = Annotated[Path, typer.Argument(help="Cluster file.")]

@@ -40,8 +40,12 @@ class LoadedConfig:
 
 def load_config(path: Path | str) -> LoadedConfig:
     """Read and validate `path`. Raises ConfigError with every problem found, one a line."""
-    path = Path(path)
-    parsed = parse_yaml(_read(path))
+    return load_text(_read(Path(path)), Path(path))
+
+
+def load_text(text: str, path: Path) -> LoadedConfig:
+    """The same of a text that stands, or would stand, at `path`."""
+    parsed = parse_yaml(text)
     problems = list(parsed.problems)
     if not problems and not isinstance(parsed.value, dict):
         problems.append(Problem((), "not a cluster file", "see examples/two-sites.yaml", 1))

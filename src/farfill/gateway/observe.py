@@ -148,6 +148,10 @@ class PolicyObserver(Protocol):
         """A guard of an automatic rollout spoke."""
         ...
 
+    def config_followed(self, version: int, outcome: str, needs_restart: int) -> None:
+        """The registry has another configuration, which was "applied" or "refused"; keys that wait for a restart."""
+        ...
+
 
 class SilentPolicyObserver:
     """Tells nobody."""
@@ -177,6 +181,8 @@ class SilentPolicyObserver:
     def parity_sampled(self, outcome: str) -> None: ...
 
     def rollout_decided(self, action: str, reason: str) -> None: ...
+
+    def config_followed(self, version: int, outcome: str, needs_restart: int) -> None: ...
 
 
 class SilentObserver:

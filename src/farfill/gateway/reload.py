@@ -9,6 +9,7 @@ from typing import Any
 import structlog
 
 from farfill.config.model import ClusterConfig
+from farfill.core.errors import ConfigError
 from farfill.gateway.adapt import Threshold
 from farfill.gateway.links import LinkView
 from farfill.gateway.pipeline.admit import Admission
@@ -58,8 +59,17 @@ class Reloader:
     def __post_init__(self) -> None:
         self.started = self.config
 
-    def apply(self, found: ClusterConfig) -> Reloaded:
-        """Take over what can be. Requests that were placed or wait keep what was decided of them."""
+    def apply(self, found: ClusterConfig, version: int = 0) -> Reloaded:
+        """Take over what can be. Requests that were placed or wait keep what was decided of them.
+
+        Raises ConfigError for this gateway's own file (version 0) while the registry's configuration is in force.
+        """
+        if not version and self.version:
+            raise ConfigError(
+                f"version {self.version} of the registry's configuration is in force on all gateways; "
+                "put the file in force with: farfill config apply FILE"
+            )
+        self.version = version
         applied = tuple(key for key in changed_keys(self.config, found) if applies(key))
         # Of all changes since the start, not of the latest alone: they stay unfollowed however often this is asked.
         self.restart = tuple(key for key in changed_keys(self.started, found) if not applies(key))

@@ -21,6 +21,7 @@ from farfill.gateway.background import BackgroundWork
 from farfill.gateway.blocks import BlockFeeds
 from farfill.gateway.decisions import DecisionLog
 from farfill.gateway.fallback import FallbackGate
+from farfill.gateway.follow_config import ConfigFollower
 from farfill.gateway.gate import Gate, build_gate
 from farfill.gateway.health import DecodeReach, PrefillHealth
 from farfill.gateway.identity import server_name
@@ -107,6 +108,7 @@ class GatewayService:
     recording: Recording | None
     shared: SharedState | None
     reloader: Reloader
+    config_follower: ConfigFollower | None
     parity: ParitySampler
     background: BackgroundWork
     client: WorkerClient
@@ -126,11 +128,15 @@ class GatewayService:
         if self.shared is not None:
             await self.shared.start()
         await self.lookup.start()
+        if self.config_follower is not None:
+            await self.config_follower.start()
         await self.gate.start()
 
     async def close(self) -> None:
         """Stop background work, then connections and threads."""
         await self.gate.close()
+        if self.config_follower is not None:
+            await self.config_follower.close()
         await self.lookup.close()
         if self.shared is not None:
             await self.shared.close()
@@ -184,6 +190,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         clock=deps.clock,
         observer=deps.observer,
     )
+    reloader = Reloader(deps.config, placer, admission, parts.threshold, parts.links, models.configure)
     service = GatewayService(
         deps=replace(deps, config=config),
         pool=TokenizerPool(),
@@ -208,7 +215,10 @@ def build_service(deps: GatewayDeps) -> GatewayService:
             observer=deps.policies,
         ),
         models=models,
-        reloader=Reloader(deps.config, placer, admission, parts.threshold, parts.links, models.configure),
+        reloader=reloader,
+        config_follower=(
+            None if deps.store is None else ConfigFollower(deps.store, reloader, deps.base_dir, deps.policies)
+        ),
         placer=placer,
         health=parts.health,
         reach=parts.reach,

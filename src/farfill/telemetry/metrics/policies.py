@@ -83,6 +83,19 @@ class PolicyMetrics:
             action=ROLLOUT_ACTIONS,
             reason=(),
         )
+        self._configs = metrics.counter(
+            "farfill_config_changes",
+            "Configurations of the registry that came into force, by what this gateway made of them.",
+            outcome=("applied", "refused"),
+        )
+        self._config_version = metrics.gauge(
+            "farfill_config_version", "Version of the registry's configuration followed here; 0: this gateway's file."
+        )
+        self._config_restart = metrics.gauge(
+            "farfill_config_keys_waiting", "Keys of the configuration in force that this process needs a restart for."
+        )
+        self._config_version()
+        self._config_restart()
         self._parity = metrics.counter(
             "farfill_parity_samples",
             "Prompts prefilled far that were computed near as well, by whether the tokens were the same.",
@@ -174,6 +187,12 @@ class PolicyMetrics:
     def parity_sampled(self, outcome: str) -> None:
         """A prompt prefilled far was computed near as well."""
         self._parity(outcome=outcome).inc()
+
+    def config_followed(self, version: int, outcome: str, needs_restart: int) -> None:
+        """The registry has another configuration."""
+        self._configs(outcome=outcome).inc()
+        self._config_version().set(version)
+        self._config_restart().set(needs_restart)
 
     def rollout_decided(self, action: str, reason: str) -> None:
         """A guard spoke."""
