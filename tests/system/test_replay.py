@@ -18,8 +18,8 @@ from farfill.testing.relay import Relay
 from farfill.verify.prompts import load_corpus
 
 TRAFFIC = OpenLoop(
-    requests=40,
-    rate_per_s=1.0,
+    requests=30,
+    rate_per_s=0.8,
     prompt_tokens=(200, 1600),
     output_tokens=(4, 40),
     shared_tokens=512,
@@ -72,5 +72,5 @@ def _plans_capacity(folder: Path) -> None:
     (folder / "near.yaml").write_text(PROFILE)
     (folder / "plan.yaml").write_text(PLAN)
     answer = plan_capacity(read_problem(folder / "plan.yaml"))
-    assert answer.workload.startswith("trace recording.jsonl: 40 requests")
+    assert answer.workload.startswith("trace recording.jsonl: 30 requests")
     assert 0 < answer.mean_uncached_tokens < answer.mean_input_tokens

@@ -70,20 +70,39 @@ class PlacementProfile:
 
     def choose(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> Choice:
         """Filter, score, pick."""
-        passed, left = range(len(candidates)), candidates
         rejected: list[tuple[int, str]] = []
+        passed, left = self._filtered(request, candidates, rejected)
+        if not left:
+            return Choice(None, (), tuple(rejected))
+        columns: list[list[float]] = []
+        totals = self._scored(request, left, columns)
+        picked = self._picker(request, left, totals)
+        rows = zip(*columns, strict=True) if columns else iter([()] * len(left))
+        return Choice(passed[picked], tuple(zip(passed, totals, rows, strict=True)), tuple(rejected))
+
+    def pick(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> int | None:
+        """The index that `choose` chooses, without its reasons."""
+        passed, left = self._filtered(request, candidates, [])
+        return passed[self._picker(request, left, self._scored(request, left, []))] if left else None
+
+    def _filtered(
+        self, request: PlacementRequest, candidates: Sequence[Candidate], rejected: list[tuple[int, str]]
+    ) -> tuple[Sequence[int], Sequence[Candidate]]:
+        """(indices of those that pass all filters, themselves); the others are added to `rejected`."""
+        passed, left = range(len(candidates)), candidates
         for name, keeps in self._filters:
             kept = keeps(request, left)
             if not all(kept):
                 rejected += [(index, name) for index, keep in zip(passed, kept, strict=True) if not keep]
                 passed = list(compress(passed, kept))
                 left = list(compress(left, kept))
-        if not left:
-            return Choice(None, (), tuple(rejected))
-        columns = [scorer(request, left) for _, scorer in self._scorers]
+        return passed, left
+
+    def _scored(self, request: PlacementRequest, left: Sequence[Candidate], columns: list[list[float]]) -> list[float]:
+        """The total of each; the scores of each scorer are added to `columns`."""
         totals = [0.0] * len(left)
-        for (weight, _), column in zip(self._scorers, columns, strict=True):
+        for weight, scorer in self._scorers:
+            column = scorer(request, left)
+            columns.append(column)
             totals = [total + weight * score for total, score in zip(totals, column, strict=True)]
-        picked = self._picker(request, left, totals)
-        rows = zip(*columns, strict=True) if columns else iter([()] * len(left))
-        return Choice(passed[picked], tuple(zip(passed, totals, rows, strict=True)), tuple(rejected))
+        return totals

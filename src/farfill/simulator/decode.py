@@ -151,19 +151,17 @@ class DecodeServer:
         self._prefilled(request)
 
     def _admit(self) -> None:
-        while self._joining and len(self._running) < self._steps.max_batch:
-            request, attempt = self._joining.popleft()
+        joining, running, ends = self._joining, self._running, self._ends
+        while joining and len(running) < self._steps.max_batch:
+            request, attempt = joining.popleft()
             if request.attempt != attempt:
                 continue
             begins = ceil(self._done - 1e-9)
-            self._running[request] = begins
+            running[request] = begins
             self._context += request.prompt - begins
-            self._push(begins + 1, _FIRST, request)
-            self._push(begins + request.output, _LAST, request)
-
-    def _push(self, step: float, kind: int, request: Request) -> None:
-        self._number += 1
-        heappush(self._ends, (step, self._number, kind, request, request.attempt))
+            number = self._number = self._number + 2
+            heappush(ends, (begins + 1, number - 1, _FIRST, request, attempt))
+            heappush(ends, (begins + request.output, number, _LAST, request, attempt))
 
     def _pace(self) -> float:
         count = len(self._running)
@@ -176,8 +174,9 @@ class DecodeServer:
         """Steps done until now, at the pace since the last change."""
         now_s = self._kernel.now_s
         if self._running:
-            self._done += (now_s - self._at_s) / self._step_s
-            self.busy_s += now_s - self._at_s
+            passed_s = now_s - self._at_s
+            self._done += passed_s / self._step_s
+            self.busy_s += passed_s
         self._at_s = now_s
 
     def _plan(self) -> None:

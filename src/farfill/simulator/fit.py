@@ -208,10 +208,11 @@ def _kv_size(served: Sequence[RecordedRequest]) -> MeasuredKVSize:
 
 
 def _link(served: Sequence[RecordedRequest], site: str) -> Link:
-    """As the senders measured it; one that never was is taken for 1 Gbit/s."""
+    """As the senders measured it: their upper quartile, since a sender that waits for prefill sees less than there is.
+    One that was never measured is taken for 1 Gbit/s."""
     sent = [r.transfer for r in served if r.transfer is not None and r.prefill is not None and r.prefill.site == site]
-    rate = _median((t.link_bytes_per_s for t in sent), _UNKNOWN_LINK_BYTES_PER_S)
-    return Link(bytes_per_s=rate, rtt_s=_median((t.link_rtt_s for t in sent), 0.0))
+    rates = [t.link_bytes_per_s for t in sent if t.link_bytes_per_s > 0] or [_UNKNOWN_LINK_BYTES_PER_S]
+    return Link(bytes_per_s=float(np.quantile(rates, 0.75)), rtt_s=_median((t.link_rtt_s for t in sent), 0.0))
 
 
 def _pieces(served: Sequence[RecordedRequest], chunk_tokens: int) -> int:

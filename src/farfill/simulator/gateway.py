@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from farfill.core.cluster import PlacementReason, Role
 from farfill.policy.breaker import BreakerLimits, CircuitBreaker, Outcome
 from farfill.policy.budget import BudgetLimits, BudgetVerdict, FallbackBudget
 from farfill.policy.candidates import Candidate, PlacementRequest
 from farfill.policy.decider import OffloadQuery, SiteInputs, decide_offload
 from farfill.policy.offload import Forced, uncached_tokens
-from farfill.policy.placement import (
-    DECODE_WEIGHTS,
-    PREFILL_FILTERS,
-    PREFILL_WEIGHTS,
-    PlacementProfile,
-    ProfileSettings,
-)
+from farfill.policy.placement import DECODE_WEIGHTS, PREFILL_WEIGHTS, PlacementProfile, ProfileSettings
 from farfill.policy.prefix import BlockIndex, PrefixHits
 from farfill.policy.regime import Bandwidth, RegimeLimits, SearchTrigger
 from farfill.policy.rollout import Share, ShareQuery, in_share
@@ -24,10 +20,15 @@ from farfill.simulator.kernel import Kernel
 from farfill.simulator.prefill import PrefillServer
 from farfill.simulator.request import Request
 from farfill.simulator.scenario import NEVER, Scenario
-from farfill.simulator.sites import FINGERPRINT, MODEL, Hardware, Site
+from farfill.simulator.sites import MODEL, Hardware, Site
 from farfill.simulator.times import Sizes
 
 NO_HITS = PrefixHits({}, {})
+TELLING_FILTERS = ("exclude", "health")
+"""All other filters of `policy.placement` ask for what instances here have alike (role, model, fingerprint, context),
+and let everybody through; a test holds a run with all of them against one with these."""
+_ALIKE_SCORES = frozenset({"kv_bytes", "tenant_share"})
+"""Scorers that give every simulated instance the same: none has a known KV memory or tenants' shares."""
 _SAME = 0.5
 """Rates and counts that differ by less are the same circumstances."""
 _NEEDS_BUDGET = frozenset({PlacementReason.BREAKER_OPEN, PlacementReason.NO_PREFILL_INSTANCE})
@@ -45,9 +46,11 @@ class Gateway:
         self._policies = policies
         self._chunk_tokens = scenario.problem.chunk_tokens
         self._exact = policies.knows == "exact"
-        self._decode = PlacementProfile(ProfileSettings(weights=policies.decode_weights or dict(DECODE_WEIGHTS)))
+        self._decode = PlacementProfile(
+            ProfileSettings(filters=TELLING_FILTERS, weights=_telling(policies.decode_weights or DECODE_WEIGHTS))
+        )
         self._prefill = PlacementProfile(
-            ProfileSettings(filters=PREFILL_FILTERS, weights=policies.prefill_weights or dict(PREFILL_WEIGHTS))
+            ProfileSettings(filters=TELLING_FILTERS, weights=_telling(policies.prefill_weights or PREFILL_WEIGHTS))
         )
         self._allowed: dict[PrefillServer, bool] = {}
         self._index = BlockIndex(policies.index_blocks)
@@ -68,6 +71,8 @@ class Gateway:
         )
         self.share = Share(percent=policies.rollout.percent)
         self.threshold_tokens = scenario.threshold_tokens
+        self.bandwidth = Bandwidth.SCARCE
+        self.links_seen()
         self.searches = 0
         self.far_done = 0
         self.far_failures = 0
@@ -82,6 +87,11 @@ class Gateway:
         for instance in live:
             self._index.join(instance.name, instance.site, instance.generation)
 
+    def links_seen(self) -> None:
+        """The regimes of links were looked at."""
+        abundant = all(site.regime.state is Bandwidth.ABUNDANT for site in self._hardware.far)
+        self.bandwidth = Bandwidth.ABUNDANT if abundant else Bandwidth.SCARCE
+
     def hits(self, request: Request) -> PrefixHits:
         """Who has how much of its prompt, as believed."""
         return self._index.hits(request.keys) if request.keys else NO_HITS
@@ -90,12 +100,16 @@ class Gateway:
         """Where its tokens are made; None: nowhere."""
         servers = self._hardware.near.decode
         block, found = self._block_tokens, hits.blocks
-        candidates = [
-            Candidate(i := s.instance, found.get(i.name, 0) * block if found else 0, s.waiting_tokens, len(s.expected))
-            for s in servers
-        ]
-        choice = self._decode.choose(self._asked(request, Role.DECODE, FINGERPRINT), candidates)
-        return None if choice.index is None else servers[choice.index]
+        if found:
+            candidates = [
+                Candidate(i := s.instance, found.get(i.name, 0) * block, s.waiting_tokens, len(s.expected))
+                for s in servers
+            ]
+        else:
+            candidates = [Candidate(s.instance, 0, s.waiting_tokens, len(s.expected)) for s in servers]
+        request.asked = self._asked(request)
+        index = self._decode.pick(request.asked, candidates)
+        return None if index is None else servers[index]
 
     def decide(self, request: Request, decode: DecodeServer, hits: PrefixHits) -> tuple[PlacementReason, Site | None]:
         """Whether its prompt is prefilled far, where, and why. Near, it is the caches of the near
@@ -109,11 +123,6 @@ class Gateway:
         policies = self._policies
         request.compared = uncached_tokens(request.prompt, near_hit_tokens)
         sites: list[SiteInputs] = []
-        bandwidth = (
-            Bandwidth.ABUNDANT
-            if all(site.regime.state is Bandwidth.ABUNDANT for site in self._hardware.far)
-            else Bandwidth.SCARCE
-        )
         # Short prompts need not look at sites.
         if request.compared >= self.threshold_tokens or request.forced is Forced.REMOTE:
             for site in self._hardware.far:
@@ -126,7 +135,7 @@ class Gateway:
                 prompt_tokens=request.prompt,
                 near_hit_tokens=near_hit_tokens,
                 threshold_tokens=self.threshold_tokens,
-                bandwidth=bandwidth,
+                bandwidth=self.bandwidth,
                 sites=tuple(sites),
                 forced=request.forced,
                 in_rollout=percent >= 100
@@ -160,10 +169,10 @@ class Gateway:
             )
             for s in servers
         ]
-        choice = self._prefill.choose(self._asked(request, Role.PREFILL, FINGERPRINT), candidates)
-        if choice.index is None:
+        index = self._prefill.pick(request.asked, candidates)
+        if index is None:
             return None
-        server = servers[choice.index]
+        server = servers[index]
         hit = min(hits.at(server.instance.name) * block, request.prompt - 1)
         request.uncached = uncached_tokens(request.prompt, hit)
         return server
@@ -308,15 +317,19 @@ class Gateway:
         return requests * site.times.alone_s(tokens / requests) / len(ready)
 
     @staticmethod
-    def _asked(request: Request, role: Role, fingerprint: str) -> PlacementRequest:
+    def _asked(request: Request) -> PlacementRequest:
+        """For decode and prefill alike: no filter here looks at the role."""
         return PlacementRequest(
             model=MODEL,
-            role=role,
+            role=Role.DECODE,
             prompt_tokens=request.prompt,
             total_tokens=request.prompt + request.output,
-            fingerprint=fingerprint,
             session=request.session.name if request.session else "",
             spread=request.ident,
             tenant=request.tenant,
             exclude=request.excluded,
         )
+
+
+def _telling(weights: Mapping[str, float]) -> dict[str, float]:
+    return {name: weight for name, weight in weights.items() if name not in _ALIKE_SCORES}

@@ -36,10 +36,10 @@ class Kernel:
         """Until nothing is left, `stop` is called, or the next event lies beyond `until_s`."""
         heap, self._stopped = self._heap, False
         while heap and not self._stopped:
-            time_s, _, action, argument = heap[0]
-            if time_s > until_s:
+            if heap[0][0] > until_s:
                 return
-            heappop(heap)
-            self.now_s = max(self.now_s, time_s)
+            time_s, _, action, argument = heappop(heap)
+            if time_s > self.now_s:
+                self.now_s = time_s
             self.events += 1
             action(argument)

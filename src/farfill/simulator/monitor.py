@@ -73,6 +73,7 @@ class Monitor:
             site.carried = carried
             site.utilisation += weight * (part - site.utilisation)
             site.regime.observe(site.utilisation, now_s)
+        gateway.links_seen()
         gaps = [gap for s in hardware.near.decode if (gap := s.gap_s()) is not None]
         gateway.budget.observe_itl(max(gaps) if gaps else None)
         # Series are built only when this sample will be kept.

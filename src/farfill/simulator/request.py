@@ -14,6 +14,7 @@ class Request:
 
     __slots__ = (
         "arrival_s",
+        "asked",
         "attempt",
         "budgeted_s",
         "cached",
@@ -65,6 +66,7 @@ class Request:
         self.turn = turn
         self.tenant = tenant
         self.forced = forced
+        self.asked: Any = None
         self.attempt = 0
         self.budgeted_s = -1.0
         self.cached = 0
