@@ -1,4 +1,4 @@
-"""vLLM as the engine: what waiting for KV costs, and what the connector costs requests that transfer nothing.
+"""vLLM as the engine: what waiting for KV costs, what the connector costs, and how soon the first token comes.
 
 A tiny Llama on the real vLLM (CPU), in the environment of `make vllm`; run with another Python, the script starts
 itself anew with that one.
@@ -7,6 +7,9 @@ itself anew with that one.
   of vLLM's processes and of this one in that time, over the time. A connector that lets vLLM wait costs 0.9.
 - Connector: rounds of 8 requests, in turn through a server with the connector and through one started with the same
   flags but without it. The figure is the median of time without over time with, pair by pair.
+- NIXL (`_vllm_nixl.py`): time to the first token against vLLM's own connector over TCP.
+- WAN (`_vllm_wan.py`): time to the first token with SmolLM2 over 1 Gbit/s and 30 ms, in the lab.
+- Window (Gemma 3): bytes that leave for 1500 tokens over those that decode needs.
 """
 
 from __future__ import annotations
@@ -25,6 +28,13 @@ from typing import Any
 import psutil
 
 from _common import Figures, median, note, note_machine
+from _vllm_nixl import LENGTHS as NIXL_LENGTHS
+from _vllm_nixl import compare, nixl_missing
+from _vllm_wan import over_wan
+from farfill.cli.model_store import find_source, model_folder
+from farfill.core.errors import EngineError
+from farfill.core.layout import TensorKind
+from farfill.engine.vllm.api import Endpoint, VllmApi
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -34,12 +44,17 @@ REQUESTS = 8
 PROMPT_TOKENS = 200
 OUTPUT_TOKENS = 64
 START_S = 300.0
+WINDOW_TOKENS = 1_500
+PARTS = ("waiting", "connector", "window", "nixl", "wan")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    rounds: int = parser.parse_args().rounds
+    parser.add_argument("--rounds", type=int, default=25, help="of the connector's comparison; fewer elsewhere")
+    parser.add_argument("--only", choices=PARTS, action="append", help="some parts")
+    arguments = parser.parse_args()
+    rounds: int = arguments.rounds
+    wanted: list[str] = arguments.only or list(PARTS)
     figures = Figures()
     if importlib.util.find_spec("vllm") is None:
         if PYTHON.exists():
@@ -51,18 +66,69 @@ def main() -> int:
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     sys.path.insert(0, str(ROOT))
-    from tests.vllm_engine.conftest import start_engine
+    # Roles and vLLM's processes are started with this environment.
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
     from tests.vllm_engine.models import make_model
 
-    with tempfile.TemporaryDirectory() as folder:
-        engine = start_engine(make_model("llama", Path(folder) / "llama"))
-        try:
-            server = next(p for p in psutil.Process().children() if "--enable-scale-out" in p.cmdline())
-            waiting(engine, server, figures)
-            connector(engine, server, Path(folder), rounds, figures)
-        finally:
-            engine.close()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        llama = make_model("llama", folder / "llama")
+        if {"waiting", "connector"} & set(wanted):
+            _one_engine(figures, llama, folder, rounds, wanted)
+        if "window" in wanted:
+            window(figures, make_model("gemma3", folder / "gemma3"))
+        if "nixl" in wanted:
+            _against_nixl(figures, llama, folder, max(3, rounds // 3))
+        if "wan" in wanted:
+            over_wan(figures, model_folder(find_source("smollm2")), folder, max(3, rounds // 5))
+    note(f"load average at the end {os.getloadavg()[0]:.2f}")
     return figures.exit_code
+
+
+def _one_engine(figures: Figures, model: Path, folder: Path, rounds: int, wanted: list[str]) -> None:
+    from tests.vllm_engine.conftest import start_engine
+
+    engine = start_engine(model)
+    try:
+        server = next(p for p in psutil.Process().children() if "--enable-scale-out" in p.cmdline())
+        if "waiting" in wanted:
+            waiting(engine, server, figures)
+        if "connector" in wanted:
+            connector(engine, server, folder, rounds, figures)
+    finally:
+        engine.close()
+
+
+def _against_nixl(figures: Figures, model: Path, folder: Path, rounds: int) -> None:
+    if missing := nixl_missing():
+        note(missing)
+        for length in NIXL_LENGTHS:
+            figures.not_measured(f"vllm_ttft_over_nixl_{length}", "<= 1")
+        return
+    compare(figures, model, folder, rounds)
+
+
+def window(figures: Figures, model: Path) -> None:
+    """Of sliding layers only the window leaves: bytes of a prompt over those that the next token looks at."""
+    from tests.vllm_engine.calls import prompt_of, start_prefill
+    from tests.vllm_engine.conftest import start_engine
+
+    engine = start_engine(model)
+    try:
+        handle, pieces = start_prefill(engine, prompt_of(WINDOW_TOKENS))
+        pieces.wait()
+        sent = sum(len(data) for data in pieces.pieces.values())
+        pieces.pieces.clear()
+        handle.release()
+        needed = 0
+        for tensor in engine.info.layout.tensors:
+            blocks = -(-(WINDOW_TOKENS - 1) // tensor.row_tokens)
+            if tensor.kind is TensorKind.WINDOW:
+                blocks -= (WINDOW_TOKENS - 1 - tensor.window_tokens) // tensor.row_tokens
+            needed += tensor.row_bytes * blocks
+        figures.at_most("vllm_gemma3_bytes_over_needed", sent / needed, 1.05)
+    finally:
+        engine.close()
 
 
 def waiting(engine: Any, server: psutil.Process, figures: Figures) -> None:
@@ -108,7 +174,7 @@ def connector(engine: Any, server: psutil.Process, folder: Path, rounds: int, fi
     with (folder / "plain.log").open("wb") as log:
         process = start_child(command, log, server.environ())
     try:
-        with_s, without_s = asyncio.run(_in_turn(engine.folder / "api.sock", plain, process, rounds))
+        with_s, without_s = asyncio.run(_in_turn(engine.endpoint, Endpoint(socket=plain), process, rounds))
     finally:
         process.terminate()
         process.wait(60)
@@ -119,11 +185,8 @@ def connector(engine: Any, server: psutil.Process, folder: Path, rounds: int, fi
 
 
 async def _in_turn(
-    ours: Path, plain: Path, process: subprocess.Popen[bytes], rounds: int
+    ours: Endpoint, plain: Endpoint, process: subprocess.Popen[bytes], rounds: int
 ) -> tuple[list[float], list[float]]:
-    from farfill.core.errors import EngineError
-    from farfill.engine.vllm.api import VllmApi
-
     end_s = time.monotonic() + START_S
     apis = [VllmApi(ours), VllmApi(plain)]
     for api in apis:

@@ -78,7 +78,7 @@ def start_engine(folder: Path, *arguments: str, eager: bool = True, kv_cache_mb:
     if folder.name == "qwen3_5":
         # Whoever does not need it does not see it.
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(torchvision_for_cpu.FOLDER))
+            patch.setenv("PYTHONPATH", str(torchvision_for_cpu.FOLDER), prepend=os.pathsep)
             return _start(folder, arguments, eager, kv_cache_mb)
     return _start(folder, arguments, eager, kv_cache_mb)
 

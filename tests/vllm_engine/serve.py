@@ -87,7 +87,14 @@ class Served:
             self.process.wait()
 
 
-def launch(model: Path, log: Path, *arguments: str, transfer: dict[str, Any] | None, port: int | None = None) -> Served:
+def launch(
+    model: Path,
+    log: Path,
+    *arguments: str,
+    transfer: dict[str, Any] | None,
+    port: int | None = None,
+    environment: dict[str, str] | None = None,
+) -> Served:
     """Start one; it is not ready yet."""
     port = port or free_port()
     command = [
@@ -106,7 +113,7 @@ def launch(model: Path, log: Path, *arguments: str, transfer: dict[str, Any] | N
     if transfer is not None:
         command += ["--kv-transfer-config", json.dumps(transfer)]
     with log.open("wb") as output:
-        process = start_child(command, output, _LOCAL)
+        process = start_child(command, output, {**_LOCAL, **(environment or {})})
     return Served(process, f"http://127.0.0.1:{port}", log)
 
 

@@ -72,8 +72,8 @@ def _of_another_prompt() -> dict[str, Any]:
     [
         (_unknown, "prefill_failed"),
         (_out_of_range, "prefill_failed"),
-        (_used_up, "prefill_failed"),
-        (_old, "prefill_failed"),
+        (_used_up, "ticket_invalid"),
+        (_old, "ticket_invalid"),
         (_of_another_prompt, ""),  # found out by vLLM's own token ids
     ],
 )

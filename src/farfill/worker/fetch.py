@@ -18,7 +18,7 @@ import structlog
 
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason
-from farfill.core.errors import FarfillError, UnavailableError
+from farfill.core.errors import FarfillError, TicketError, UnavailableError
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
 from farfill.engine.vllm.engine import VllmEngine
@@ -109,6 +109,8 @@ class FetchService:
 
     async def _fetch(self, held: HeldPrompt, slot: KVSlot) -> dict[str, object] | None:
         result = await self._receive(held, slot)
+        if result is None:
+            return None
         last = result.last
         reason = FallbackReason.NONE if last.complete else last.failure
         stats = last.stats
@@ -118,7 +120,7 @@ class FetchService:
             self._fall_back(held.transfer_id, reason, last.detail)
         return self.engine.import_of(slot, last.prefix_tokens, held.digest) if last.prefix_tokens else None
 
-    async def _receive(self, held: HeldPrompt, slot: KVSlot) -> HandoverResult:
+    async def _receive(self, held: HeldPrompt, slot: KVSlot) -> HandoverResult | None:
         now_s = self.clock.unix_s()
         ticket = Ticket(
             transfer_id=held.transfer_id,
@@ -130,9 +132,15 @@ class FetchService:
             issued_unix_s=now_s,
             expires_unix_s=now_s + self.limits.lifetime_s,
         )
-        handover = Handover(
-            self.receiver, ticket, slot, timeout_s=self.limits.timeout_s, hold_s=0.0, source=held.transfer_address
-        )
+        try:
+            handover = Handover(
+                self.receiver, ticket, slot, timeout_s=self.limits.timeout_s, hold_s=0.0, source=held.transfer_address
+            )
+        except FarfillError as error:  # most likely it was fetched before
+            used = isinstance(error, TicketError)
+            reason = FallbackReason.TICKET_INVALID if used else FallbackReason.PROTOCOL
+            self._fall_back(held.transfer_id, reason, str(error))
+            return None
         waiting = asyncio.ensure_future(handover.wait())
         pushing = asyncio.ensure_future(self._push(held, self.signer.sign(ticket)))
         try:

@@ -11,7 +11,7 @@ import pytest
 
 from farfill.core.errors import CapacityError, InvalidRequestError
 from farfill.core.layout import KVLayout, TensorKind, TensorLayout
-from farfill.engine.vllm.files import KVFolder
+from farfill.engine.vllm.files import KVFolder, folder_problem
 from farfill.kv.manifest import build_manifest
 
 LAYOUT = KVLayout((TensorLayout(0, "kv", TensorKind.FULL, "uint8", (64,), row_tokens=4),), 8)
@@ -76,3 +76,20 @@ def test_folders_of_killed_engines_are_removed() -> None:
     left.mkdir(exist_ok=True)
     KVFolder(1).close()
     assert not left.exists()
+
+
+def test_only_a_private_folder_of_a_worker_may_be_attached_to(tmp_path: Path) -> None:
+    folder = KVFolder(1 << 20)
+    try:
+        assert folder_problem(str(folder.path)) == ""
+        os.chmod(folder.path, 0o750)
+        assert "private" in folder_problem(str(folder.path))
+    finally:
+        folder.close()
+    assert folder_problem(str(folder.path)) == "No such file or directory"
+    (tmp_path / "other").mkdir(mode=0o700)
+    assert "worker" in folder_problem(str(tmp_path / "other"))
+    (tmp_path / "farfill-vllm-1-link").symlink_to(tmp_path / "other")
+    assert "worker" in folder_problem(str(tmp_path / "farfill-vllm-1-link"))
+    (tmp_path / "farfill-vllm-1-file").touch(mode=0o600)
+    assert "private" in folder_problem(str(tmp_path / "farfill-vllm-1-file"))
