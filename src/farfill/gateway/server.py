@@ -4,17 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import cast
 
 import structlog
 from aiohttp import web
 from aiohttp.http_exceptions import ContentEncodingError
+from aiohttp.typedefs import Middleware
 
 from farfill.core.errors import InvalidRequestError
+from farfill.gateway.answer import Answer
 from farfill.gateway.errors import error_response
 from farfill.gateway.handlers.body import undecodable_body
-from farfill.gateway.handlers.request_id import HEADER
+from farfill.gateway.handlers.request_id import HEADER, tell_request_id
 
 log = structlog.get_logger("farfill.gateway")
+
+
+IDLE_S = 75.0
+"""A connection is closed after so long without a whole request head: idle ones, and those that never end one."""
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+DIRECT = web.AppKey("direct", dict[str, Handler])
+"""What is POSTed to these paths goes to these handlers, past router and signals: see `direct`."""
+
+
+def direct(handler: Handler, middlewares: Sequence[Middleware]) -> Handler:
+    """`handler` behind `middlewares`, the first one outermost, as the application would call it."""
+    for middleware in reversed(middlewares):
+        handler = partial(middleware, handler=handler)
+    return handler
 
 
 class GatewayRunner(web.AppRunner):
@@ -26,17 +46,31 @@ class GatewayRunner(web.AppRunner):
     async def _make_server(self) -> web.Server:
         made = await super()._make_server()
         return _Server(
-            made.request_handler,
+            _shortened(self.app.get(DIRECT, {}), cast(Handler, made.request_handler)),
             request_factory=made.request_factory,
             handler_cancellation=made.handler_cancellation,
             loop=asyncio.get_running_loop(),
         )
 
 
+def _shortened(paths: Mapping[str, Handler], application: Handler) -> Callable[[web.BaseRequest], Awaitable]:
+    async def handle(request: web.BaseRequest) -> web.StreamResponse:
+        assert isinstance(request, web.Request)
+        found = paths.get(request.path) if request.method == "POST" else None
+        if found is None or "Expect" in request.headers:
+            return await application(request)
+        response = await found(request)
+        if not isinstance(response, Answer):  # no signal will do it
+            await tell_request_id(request, response)
+        return response
+
+    return handle
+
+
 class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         loop = asyncio.get_running_loop()
-        return _Connection(self, loop=loop, access_log=None)  # pyright: ignore[reportArgumentType] -- None: no log
+        return _Connection(self, loop=loop, access_log=None, keepalive_timeout=IDLE_S)  # pyright: ignore[reportArgumentType] -- None: no log
 
 
 class _Connection(web.RequestHandler):

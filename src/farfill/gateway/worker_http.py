@@ -81,7 +81,9 @@ class WorkerConnections:
 
         Raises UnreachedError or BrokenError. Cancelling it closes the connection.
         """
-        connection = self._take(endpoint) or await self._connect(endpoint)
+        connection = self._take(endpoint)
+        if connection is None:  # an idle one is false: its queue of answers is empty
+            connection = await self._connect(endpoint)
         self._busy.add(connection)
         try:
             return await connection.exchange(head, body)

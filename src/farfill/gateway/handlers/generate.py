@@ -14,6 +14,7 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
+from farfill.gateway.answer import Answer
 from farfill.gateway.errors import DeadlineError, error_response, internal_error
 from farfill.gateway.handlers.body import read_body
 from farfill.gateway.handlers.conversation import Conversations
@@ -290,40 +291,30 @@ class _Exchange:
     """The answer to one request: whole or streamed, and how it fails in either state."""
 
     def __init__(self, request: web.Request) -> None:
-        self._request = request
-        self._streaming: web.StreamResponse | None = None
+        self._answer = Answer(request)
         self.delivered = False
 
     async def answer(
         self, renderer: Renderer, generations: list[Generation], *, stream: bool, include_usage: bool
     ) -> web.StreamResponse:
         headers = {**placement_headers(generations[0]), **lossy_header(generations)}
-        if not stream:
-            body = await collect(renderer, generations)
-            return web.Response(body=body, content_type="application/json", headers=headers)
-        response = web.StreamResponse(
-            headers={
-                "Content-Type": "text/event-stream; charset=utf-8",
-                "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # reverse proxies must not hold tokens back
-                **headers,
-            }
-        )
-        self._streaming = response
-        await response.prepare(self._request)
-        await send_events(response, renderer, generations, include_usage=include_usage)
+        if stream:
+            self._answer.begin(headers)
+            await send_events(self._answer, renderer, generations, include_usage=include_usage)
+        else:
+            await self._answer.whole(await collect(renderer, generations), headers)
         self.delivered = True
-        return response
+        return self._answer
 
     async def fail(self, error: FarfillError) -> web.StreamResponse:
-        if self._streaming is None:
+        if not self._answer.begun:
             return error_response(error)
-        await send_failure(self._streaming, error)
-        return self._streaming
+        await send_failure(self._answer, error)
+        return self._answer
 
     def abandoned(self) -> web.StreamResponse:
         """What aiohttp wants back although nobody listens."""
-        return self._streaming if self._streaming is not None else web.Response(status=499)
+        return self._answer
 
 
 def placement_headers(generation: Generation) -> Mapping[str, str]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-
-from aiohttp import web
+from typing import Protocol
 
 from farfill.core.errors import FarfillError
 from farfill.gateway.errors import envelope
@@ -15,6 +14,13 @@ from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.job import Job
 
 ForEach = Callable[[int], Awaitable[None]]
+
+
+class EventSink(Protocol):
+    """Where server-sent events go. Writing waits for a client that reads slowly."""
+
+    async def write(self, data: bytes) -> None: ...
+    async def end(self, data: bytes) -> None: ...
 
 
 async def open_all(
@@ -36,7 +42,7 @@ async def open_all(
 
 
 async def send_events(
-    response: web.StreamResponse, renderer: Renderer, generations: Sequence[Generation], *, include_usage: bool
+    answer: EventSink, renderer: Renderer, generations: Sequence[Generation], *, include_usage: bool
 ) -> None:
     """Write all output, the usage if asked for, [DONE] and the end. The first write has the first tokens.
 
@@ -52,7 +58,7 @@ async def send_events(
             data = opening + b"".join([renderer.chunk(i * n + event.index, event) for event in batch])
             opening = b""
             if data:
-                await response.write(data)
+                await answer.write(data)
             if first:
                 generation.sent()
                 first = False
@@ -60,13 +66,12 @@ async def send_events(
     await _together(len(generations), send_one)
     tail = renderer.usage(await usage_of(generations)) if include_usage else b""
     # In one write: many clients hang up at [DONE], and by then the answer must be whole.
-    await response.write_eof(tail + DONE)
+    await answer.end(tail + DONE)
 
 
-async def send_failure(response: web.StreamResponse, error: FarfillError) -> None:
+async def send_failure(answer: EventSink, error: FarfillError) -> None:
     """End a stream that began with OpenAI's error event; no [DONE] follows."""
-    await response.write(sse(envelope(error)))
-    await response.write_eof()
+    await answer.end(sse(envelope(error)))
 
 
 async def collect(renderer: Renderer, generations: Sequence[Generation]) -> bytes:
