@@ -14,7 +14,8 @@ from farfill.gateway.handlers.info import InfoHandler
 from farfill.gateway.handlers.internals import InternalsHandler
 from farfill.gateway.handlers.request_id import tell_request_id, with_request_id
 from farfill.gateway.look import status_of
-from farfill.gateway.server import GatewayRunner
+from farfill.gateway.openapi import INTERNAL, PUBLIC, OpenApiHandler
+from farfill.gateway.server import DIRECT, GatewayRunner, direct
 from farfill.gateway.service import GatewayDeps, GatewayService, build_service
 
 SERVICE = web.AppKey("service", GatewayService)
@@ -38,6 +39,7 @@ def build_app(deps: GatewayDeps) -> web.Application:
             *InfoHandler(service).routes(),
             *(InternalsHandler(service).routes() if internals_open(deps.config) else ()),
         ]
+            *OpenApiHandler((*PUBLIC, *(INTERNAL if internals_open(deps.config) else ()))).routes(),
     )
     app.on_response_prepare.append(tell_request_id)
     app.cleanup_ctx.append(_lifetime)
