@@ -25,21 +25,23 @@ def build_app(deps: GatewayDeps) -> web.Application:
     """The application. Serve it with `build_runner`, or otherwise with handler cancellation on: a client that
     leaves must cancel its request on both sides."""
     service = build_service(deps)
+    middlewares = [with_request_id, openai_errors, entering(service.gate)]
     app = web.Application(
         client_max_size=deps.config.gateway.max_body_mb << 20,
-        middlewares=[with_request_id, openai_errors, entering(service.gate)],
+        middlewares=middlewares,
     )
     app[SERVICE] = service
     service.lookup.tell_status(lambda: status_of(service))
     generate = GenerateHandler(service)
+    generating = {"/v1/chat/completions": generate.chat, "/v1/completions": generate.completions}
+    app[DIRECT] = {path: direct(handler, middlewares) for path, handler in generating.items()}
     app.add_routes(
         [
-            web.post("/v1/chat/completions", generate.chat),
-            web.post("/v1/completions", generate.completions),
+            *(web.post(path, handler) for path, handler in generating.items()),
             *InfoHandler(service).routes(),
+            *OpenApiHandler((*PUBLIC, *(INTERNAL if internals_open(deps.config) else ()))).routes(),
             *(InternalsHandler(service).routes() if internals_open(deps.config) else ()),
         ]
-            *OpenApiHandler((*PUBLIC, *(INTERNAL if internals_open(deps.config) else ()))).routes(),
     )
     app.on_response_prepare.append(tell_request_id)
     app.cleanup_ctx.append(_lifetime)
