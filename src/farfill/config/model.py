@@ -367,15 +367,15 @@ class ClusterConfig(Section):
     version: Literal[1] = Field(default=1, description="Version of this file's format.")
     cluster: Name = Field(default="farfill", description="Name of the deployment; part of every certificate identity.")
     model: ModelConfig
+    models: dict[Name, ModelConfig] = Field(
+        default={}, examples=["{small: {name: my-small-model, path: models/small}}"], description="Further models."
+    )
     engine: EngineConfig = EngineConfig()
     gateway: GatewayConfig
     registry: RegistryConfig
     workers: dict[Name, WorkerConfig] = Field(
         min_length=1,
         examples=["{decode-near: {role: decode, site: near, listen: 10.1.0.10:7500, transfer_listen: 10.1.0.10:7501}}"],
-    models: dict[Name, ModelConfig] = Field(
-        default={}, examples=["{small: {name: my-small-model, path: models/small}}"], description="Further models."
-    )
         description="Workers by name.",
     )
     routing: RoutingConfig = RoutingConfig()

@@ -131,9 +131,7 @@ class Placer:
         ready = ready_decode(self._parts.membership.instances(), self._model)
         return min(model_limit, max((i.max_context_tokens for i in ready), default=model_limit))
 
-    def place(
-        self, query: PlacementQuery, exclude: Collection[str] = (), trail: DecisionTrail | None = None
-    ) -> Placed:
+    def place(self, query: PlacementQuery, exclude: Collection[str] = (), trail: DecisionTrail | None = None) -> Placed:
         """Raises UnavailableError without decode, or when the prompt should go far, cannot, and may not stay.
 
         What was decided, also before it raises, is added to `trail`.
@@ -213,11 +211,11 @@ class Placer:
     ) -> Candidate:
         everywhere = self._candidates(instances, Role.DECODE, hits, request.prompt_tokens, request.tenant)
         # Each site has its decode pool; another site's helps out when one's own has nobody.
+        candidates = [c for c in everywhere if c.instance.site == self._site] or everywhere
+        choice = self._decode.choose(request, candidates)
         if choice.index is None and len(candidates) < len(everywhere):
             candidates = everywhere
             choice = self._decode.choose(request, candidates)
-        candidates = [c for c in everywhere if c.instance.site == self._site] or everywhere
-        choice = self._decode.choose(request, candidates)
         if choice.index is None and any(not c.reachable for c in candidates):
             # One that could not be reached a moment ago is better than nobody.
             candidates = [c._replace(reachable=True) for c in candidates]
