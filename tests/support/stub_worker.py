@@ -29,6 +29,8 @@ from farfill.wire.control import (
     FailedEvent,
     FailTransferCommand,
     GenerationEvent,
+    KeepPrefixCommand,
+    KeepPrefixReply,
     LogprobMessage,
     PrefillCommand,
     PrefillReport,
@@ -132,6 +134,7 @@ class StubWorker:
     failures_told: list[tuple[str, FailTransferCommand]] = field(default_factory=list)
     continued: list[tuple[str, ContinueCommand]] = field(default_factory=list)
     renders: list[RenderCommand] = field(default_factory=list)
+    kept: list[KeepPrefixCommand] = field(default_factory=list)
     withdrawn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     received: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     _runner: web.AppRunner | None = None
@@ -142,6 +145,7 @@ class StubWorker:
         app = web.Application(client_max_size=1 << 30)
         app.router.add_post("/v1/decode", self._decode)
         app.router.add_post("/v1/render", self._render)
+        app.router.add_post("/v1/prefixes", self._keep_prefix)
         app.router.add_post("/v1/prefill", self._prefill)
         app.router.add_post("/v1/transfers/{transfer_id}/fail", self._fail_transfer)
         app.router.add_post("/v1/transfers/{transfer_id}/continue", self._continue_transfer)
@@ -188,6 +192,14 @@ class StubWorker:
         if self.blocks is None:
             raise web.HTTPNotFound
         return await BlockService(self.blocks, self.generation).handle(request)
+
+    async def _keep_prefix(self, request: web.Request) -> web.Response:
+        command = msgspec.msgpack.decode(await request.read(), type=KeepPrefixCommand)
+        if self.refuse is not None:
+            return _error(*self.refuse)
+        self.kept.append(command)
+        reply = KeepPrefixReply(tokens=len(command.token_ids), there_tokens=0, pinned_bytes=7)
+        return web.Response(body=msgspec.msgpack.encode(reply), content_type=CONTENT_TYPE)
 
     async def _render(self, request: web.Request) -> web.StreamResponse:
         """One token a byte, and 8 an image in place of its `<image>`."""
@@ -275,7 +287,7 @@ class StubWorker:
         )
         start.lossy = self.lossy if remote else ""
         yield start
-        texts = self.texts or [f"w{i} " for i in range(command.sampling.max_tokens)]
+        texts = [f"w{i} " for i in range(command.sampling.max_tokens)] if self.texts is None else self.texts
         for i, text in enumerate(texts):
             for index in range(command.sampling.n):
                 last = i == len(texts) - 1

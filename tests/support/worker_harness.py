@@ -8,7 +8,7 @@ import threading
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -40,12 +40,15 @@ from farfill.wire.events import EventReader
 from farfill.worker.app import WorkerDeps, build_worker_app
 from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
+from farfill.worker.keep import KeepService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
 from support.transfer_harness import DECODE, PREFILL, Ends, config
 
 CHUNK = 16
 DEADLINE_S = 20.0
+
+Reply = TypeVar("Reply", bound=msgspec.Struct)
 
 
 class Gate:
@@ -163,6 +166,7 @@ class TwoWorkers:
             prefill=prefill,
             decode=decode,
             render=RenderService(engine),
+            keep=KeepService(engine),
             blocks=BlockService(engine.blocks, "1"),
             is_ready=lambda: True,
             exposition=lambda: exposition(metrics.registry),
@@ -242,6 +246,11 @@ class TwoWorkers:
         assert reader.at_boundary
         assert isinstance(events[0], StartEvent)
         return Answer(events[0], events[1:])
+
+    async def call(self, name: str, path: str, body: msgspec.Struct, reply: type[Reply]) -> Reply:
+        """Any other call of a worker's control API. Raises RefusedError."""
+        async with self._post(name, path, body) as response:
+            return msgspec.msgpack.decode(await response.read(), type=reply)
 
     async def fail(self, transfer_id: str, body: msgspec.Struct) -> None:
         """Tell decode that the prefill leg failed."""

@@ -142,9 +142,7 @@ class PrefixCache:
                 entry.pins += 1
             return PrefixHit(self, chain)
 
-    def insert(
-        self, keys: Sequence[bytes], chunk: int, kv: SequenceKV, read_states: ReadState | None = None
-    ) -> bool:
+    def insert(self, keys: Sequence[bytes], chunk: int, kv: SequenceKV, read_states: ReadState | None = None) -> bool:
         """Snapshot `chunk` of the chain `keys` from `kv`; False when it does not fit or is there already.
 
         Windows and states at its end come from `read_states`, else from `kv` if that stands there.

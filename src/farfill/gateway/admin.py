@@ -17,6 +17,7 @@ from farfill.gateway.errors import openai_errors
 from farfill.gateway.handlers.admin_changes import AdminChangesHandler
 from farfill.gateway.handlers.admin_keys import AdminKeysHandler
 from farfill.gateway.handlers.admin_look import AdminLookHandler
+from farfill.gateway.handlers.admin_prefixes import AdminPrefixesHandler
 from farfill.gateway.handlers.internals import InternalsHandler
 from farfill.gateway.handlers.request_id import REQUEST_ID, tell_request_id, with_request_id
 from farfill.gateway.service import GatewayService
@@ -36,6 +37,7 @@ def admin_routes(service: GatewayService, parts: AdminParts) -> list[web.RouteDe
         *InternalsHandler(service).routes(),
         *AdminLookHandler(service).routes(),
         *AdminChangesHandler(service, parts).routes(),
+        *AdminPrefixesHandler(service).routes(),
         *(() if keys is None else keys.routes()),
     ]
 

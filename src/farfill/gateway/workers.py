@@ -37,6 +37,8 @@ from farfill.wire.control import (
     ErrorBody,
     FailTransferCommand,
     GenerationEvent,
+    KeepPrefixCommand,
+    KeepPrefixReply,
     PrefillCommand,
     PrefillReport,
     RenderCommand,
@@ -160,6 +162,10 @@ class WorkerClient:
     async def render(self, instance: Instance, command: RenderCommand) -> RenderReply:
         """Token ids of a prompt with images."""
         return await self._call(instance, "/v1/render", command, RenderReply)
+
+    async def keep_prefix(self, instance: Instance, command: KeepPrefixCommand) -> KeepPrefixReply:
+        """Have it keep KV of a prompt's beginning."""
+        return await self._call(instance, "/v1/prefixes", command, KeepPrefixReply)
 
     async def fail_transfer(self, instance: Instance, transfer_id: str, reason: FallbackReason, detail: str) -> None:
         """Tell a decode worker not to wait for a transfer."""

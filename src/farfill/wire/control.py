@@ -7,6 +7,8 @@ a minor version; `PROTOCOL_VERSION` differs when they may not.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 PROTOCOL_VERSION = 1
@@ -166,6 +168,29 @@ class ContinueReply(msgspec.Struct, kw_only=True):
     """Bytes of KV that need not be sent, as they are there; 0 also when the decode command has not come yet."""
 
     held_bytes: int
+
+
+class KeepPrefixCommand(msgspec.Struct, kw_only=True):
+    """POST /v1/prefixes on a worker: keep KV of prompts that begin with `token_ids`, for `ttl_s` (0: as long as it runs).
+
+    `pinned`, or as if it were `weight` times as costly to compute; neither takes an earlier order back. `compute`:
+    have it there when this is answered.
+    """
+
+    token_ids: list[int]
+    cache_salt: str = ""
+    pinned: bool = False
+    weight: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 1.0
+    ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    compute: bool = False
+
+
+class KeepPrefixReply(msgspec.Struct, kw_only=True):
+    """`tokens` of the beginning are whole prefill chunks, `there_tokens` of them are in the cache; all pins' bytes."""
+
+    tokens: int
+    there_tokens: int
+    pinned_bytes: int
 
 
 class TransferStatus(msgspec.Struct, kw_only=True):

@@ -15,6 +15,7 @@ from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
 from farfill.worker.held import HeldService
 from farfill.worker.http import Handler, guard, message_response
+from farfill.worker.keep import KeepService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
 
@@ -47,6 +48,7 @@ class WorkerDeps:
     prefill: PrefillService | None
     decode: DecodeService | None
     render: RenderService
+    keep: KeepService
     held: HeldService | None = None
     blocks: BlockService
     is_ready: Callable[[], bool]
@@ -80,6 +82,7 @@ def build_worker_app(deps: WorkerDeps) -> web.Application:
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/v1/info", for_gateway(info))
     app.router.add_post("/v1/render", for_gateway(deps.render.handle))
+    app.router.add_post("/v1/prefixes", for_gateway(deps.keep.handle))
     app.router.add_get(BLOCKS_PATH, for_gateway(deps.blocks.handle))
     app.on_shutdown.append(deps.blocks.close)
     if deps.prefill is not None:

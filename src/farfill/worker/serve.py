@@ -43,6 +43,7 @@ from farfill.worker.blocks import BlockService
 from farfill.worker.decode import DecodeService
 from farfill.worker.fetch import FetchLimits, FetchService
 from farfill.worker.held import HeldService
+from farfill.worker.keep import KeepService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
 from farfill.worker.vllm_front import HeldAt, VllmFront
@@ -165,6 +166,7 @@ async def _serve(parts: _Parts, stack: contextlib.AsyncExitStack, stop: asyncio.
         prefill=prefill,
         decode=decode,
         render=RenderService(engine),
+        keep=KeepService(engine, "" if decode is None else decode.lossy),
         held=None if front is None else front.held,
         blocks=BlockService(engine.blocks, instance.generation),
         is_ready=lambda: announcer.registered and not stop.is_set() and _engine_ready(engine),

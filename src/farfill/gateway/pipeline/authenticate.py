@@ -43,12 +43,17 @@ def authenticate(
     headers = headers or {}
     session = _session(headers.get(SESSION_HEADER) or user)
     if principal is not None and principal.tenant:
-        own = f"{principal.tenant}~{principal.salt}" if principal.salt else principal.tenant
-        return Caller(principal.tenant, f"{own}:{cache_salt or ''}", session)
+        return Caller(principal.tenant, salt_of(principal.tenant, cache_salt, principal.salt), session)
     tenant = (headers.get(tenant_header) if tenant_header else None) or DEFAULT_TENANT
     if not _TENANT.fullmatch(tenant):
         raise InvalidRequestError(f"{tenant_header} is not the name of a tenant", param=tenant_header)
-    return Caller(tenant, f"{tenant}:{cache_salt or ''}", session)
+    return Caller(tenant, salt_of(tenant, cache_salt), session)
+
+
+def salt_of(tenant: str, cache_salt: str | None, key_salt: str = "") -> str:
+    """What separates prefix reuse of a tenant's prompts; `key_salt` is that of the caller's key."""
+    own = f"{tenant}~{key_salt}" if key_salt else tenant
+    return f"{own}:{cache_salt or ''}"
 
 
 def _session(name: object) -> str:

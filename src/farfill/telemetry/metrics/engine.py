@@ -33,6 +33,8 @@ class Totals(Protocol):
     def prefix_dropped_room(self) -> int: ...
     @property
     def prefix_dropped_age(self) -> int: ...
+    @property
+    def prefix_pins_refused(self) -> int: ...
 
 
 class Ranks(Protocol):
@@ -64,6 +66,8 @@ class Load(Protocol):
     @property
     def prefix_cache_bytes(self) -> int: ...
     @property
+    def prefix_pinned_bytes(self) -> int: ...
+    @property
     def totals(self) -> Totals: ...
     @property
     def ranks(self) -> Ranks | None: ...
@@ -84,6 +88,12 @@ class EngineMetrics:
             "farfill_kv_fragmentation_ratio", "Share of the used KV memory that is room for tokens to come."
         )()
         self._prefix_cache = metrics.gauge("farfill_prefix_cache_bytes", "KV memory kept for prefix hits.")()
+        self._prefix_pinned = metrics.gauge(
+            "farfill_prefix_pinned_bytes", "Of it, what an operator pinned; at most half of engine.prefix_cache_mb."
+        )()
+        refused = metrics.counter(
+            "farfill_prefix_pins_refused", "Prefix snapshots that were to be pinned and are not: pins have a bound."
+        )
         steps = metrics.counter(
             "farfill_engine_steps", "Decode steps, and prefill chunks computed.", kind=("decode", "prefill_chunk")
         )
@@ -120,6 +130,7 @@ class EngineMetrics:
             "set_back_priority": (set_back(reason="priority"), 0),
             "prefix_dropped_room": (dropped(reason="room"), 0),
             "prefix_dropped_age": (dropped(reason="age"), 0),
+            "prefix_pins_refused": (refused(), 0),
         }
 
     def set_load(self, load: Load) -> None:
@@ -131,6 +142,7 @@ class EngineMetrics:
         self._kv_most.set(load.kv_most_bytes)
         self._kv_unfilled.set(1 - load.kv_filled_bytes / load.kv_used_bytes if load.kv_used_bytes else 0)
         self._prefix_cache.set(load.prefix_cache_bytes)
+        self._prefix_pinned.set(load.prefix_pinned_bytes)
         if load.ranks is not None:
             self._ranks.set(load.ranks)
         for name, (counter, before) in self._totals.items():
