@@ -38,9 +38,10 @@ class TimedExecutor:
 
 
 class Listener:
-    """A sink of either kind that notes when tokens came, and keeps the pieces of an export."""
+    """A sink of either kind that notes tokens and when they came, and keeps the pieces of an export."""
 
     def __init__(self) -> None:
+        self.tokens: list[int] = []
         self.times: list[float] = []
         self.pieces: list[tuple[int, memoryview]] = []
         self.stats: PrefillStats | None = None
@@ -62,6 +63,7 @@ class Listener:
 
     def token(self, event: TokenEvent) -> None:
         self.times.append(time.perf_counter())
+        self.tokens.extend(event.token_ids)
         self.first.set()
         if event.finish_reason is not None:
             self._ended.set()

@@ -1,12 +1,12 @@
 """The embedded engine under thousands of mixed requests: is memory flat, the account clean, and every token right?
 
-Tiny seeded models in float32 (one with full attention, one with sliding windows, one with recurrent states, and two that
-see images: one with windows whose images' tokens look at each other both ways, one with recurrent states and M-RoPE),
-each in an engine with far too little memory: sequences are set back, prefix snapshots are dropped all the time. Requests
-are short and long, with and without images, greedy and sampled, one choice or several, of several tenants and
-priorities; some share beginnings; some are exports, some bring KV that was exported before, whole or in part. Some are
-withdrawn at a random moment, in some the model raises. Every so many requests, one that ended well is run again alone in a quiet engine, and must have
-given the same tokens. Figures as JSON lines; exit status 1 when any falls short.
+Tiny seeded models in float32, each in an engine with far too little memory: one with full attention, one with sliding
+windows, one with recurrent states, and two that see images (windows, and images whose tokens look at each other both
+ways; recurrent states, and M-RoPE). Sequences are set back, prefix snapshots are dropped all the time. Requests are
+short and long, with and without images, greedy and sampled, one choice or several, of several tenants and priorities;
+some share beginnings; some are exports, some bring KV that was exported before, whole or in part. Some are withdrawn at
+a random moment, in some the model raises. Every so many requests, one that ended well is run again alone in a quiet
+engine, and must have given the same tokens. Figures as JSON lines; exit status 1 when any falls short.
 """
 
 from __future__ import annotations
