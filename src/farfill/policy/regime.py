@@ -11,6 +11,9 @@ from collections import deque
 from dataclasses import dataclass
 from enum import StrEnum
 
+_SAME = 0.5
+"""Capacities that differ by less of the larger are the same."""
+
 
 class Bandwidth(StrEnum):
     """How freely the link may be used."""
@@ -67,21 +70,39 @@ class Trigger(StrEnum):
     """Why the threshold is searched again."""
 
     QUEUE_SURGE = "queue_surge"
+    NEAR_SURGE = "near_surge"
     EGRESS_PRESSURE = "egress_pressure"
+    CAPACITY = "capacity"
     RELIEF = "relief"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strain:
+    """What is seen now. Queues in seconds of work that wait for an instance; `utilisation` 0..1 of the fullest link.
+
+    `capacities` are what a search rests on: instances that can be used, rates of links that carry something, always in
+    the same order. 0: nothing there, or cut.
+    """
+
+    far_queue_s: float
+    near_queue_s: float
+    utilisation: float
+    capacities: tuple[float, ...] = ()
 
 
 class SearchTrigger:
     """Keeps recent uncached lengths, and says when the threshold should be searched again.
 
-    A surge of far prefill's queue or pressure on its links asks at once, at most once a period; when both were calm
-    for a whole period after that, once more, so that what pressure changed is taken back.
+    A surge of far or near prefill's queue or pressure on links asks at once, and so do instances or links that are not
+    what they were at the last search: what a cut link made right is wrong once it is back. At most once a period. When
+    all were calm for a whole period after that, it asks once more, so that what pressure changed is taken back.
     """
 
     def __init__(self, limits: RegimeLimits) -> None:
         self._limits = limits
         self._lengths: deque[int] = deque(maxlen=limits.window_lengths)
         self._searched_s: float | None = None
+        self._searched_for: tuple[float, ...] | None = None
         self._strained = False
 
     def seen(self, uncached_tokens: int) -> None:
@@ -92,18 +113,36 @@ class SearchTrigger:
         """The latest ones, oldest first."""
         return tuple(self._lengths)
 
-    def due(self, queue_s: float, utilisation: float, now_s: float) -> Trigger | None:
-        """`queue_s`: seconds of work waiting at far prefill. A trigger counts as acted upon."""
+    def due(self, strain: Strain, now_s: float) -> Trigger | None:
+        """Whether to search now, and why. A trigger counts as acted upon."""
+        if self._searched_for is None:
+            self._searched_for = strain.capacities
         if self._searched_s is not None and now_s - self._searched_s < self._limits.research_period_s:
             return None
-        trigger = None
-        if utilisation > self._limits.target:
-            trigger = Trigger.EGRESS_PRESSURE
-        elif queue_s > self._limits.surge_queue_s:
-            trigger = Trigger.QUEUE_SURGE
-        elif self._strained:
-            trigger = Trigger.RELIEF
+        trigger = self._asks(strain)
         if trigger is not None:
-            self._searched_s = now_s
+            self.searched(strain, now_s)
             self._strained = trigger is not Trigger.RELIEF
         return trigger
+
+    def searched(self, strain: Strain, now_s: float) -> None:
+        """The threshold was searched, for this or another reason."""
+        self._searched_s, self._searched_for = now_s, strain.capacities
+
+    def _asks(self, strain: Strain) -> Trigger | None:
+        if strain.utilisation > self._limits.target:
+            return Trigger.EGRESS_PRESSURE
+        if strain.far_queue_s > self._limits.surge_queue_s:
+            return Trigger.QUEUE_SURGE
+        if strain.near_queue_s > self._limits.surge_queue_s:
+            return Trigger.NEAR_SURGE
+        if _differ(strain.capacities, self._searched_for or ()):
+            return Trigger.CAPACITY
+        return Trigger.RELIEF if self._strained else None
+
+
+def _differ(now: tuple[float, ...], then: tuple[float, ...]) -> bool:
+    """Whether any is less than half, or more than twice, what it was."""
+    if len(now) != len(then):
+        return True
+    return any(abs(one - other) > _SAME * max(one, other) for one, other in zip(now, then, strict=True))

@@ -12,7 +12,7 @@ from farfill.policy.decider import OffloadQuery, SiteInputs, decide_offload
 from farfill.policy.offload import Forced, uncached_tokens
 from farfill.policy.placement import DECODE_WEIGHTS, PREFILL_WEIGHTS, PlacementProfile, ProfileSettings
 from farfill.policy.prefix import BlockIndex, PrefixHits
-from farfill.policy.regime import Bandwidth, RegimeLimits, SearchTrigger
+from farfill.policy.regime import Bandwidth, RegimeLimits, SearchTrigger, Strain
 from farfill.policy.rollout import Share, ShareQuery, in_share
 from farfill.policy.threshold import Curve, ThresholdInputs, search_threshold
 from farfill.simulator.decode import DecodeServer
@@ -29,8 +29,6 @@ TELLING_FILTERS = ("exclude", "health")
 and let everybody through; a test holds a run with all of them against one with these."""
 _ALIKE_SCORES = frozenset({"kv_bytes", "tenant_share"})
 """Scorers that give every simulated instance the same: none has a known KV memory or tenants' shares."""
-_SAME = 0.5
-"""Rates and counts that differ by less are the same circumstances."""
 _NEEDS_BUDGET = frozenset({PlacementReason.BREAKER_OPEN, PlacementReason.NO_PREFILL_INSTANCE})
 
 
@@ -76,8 +74,6 @@ class Gateway:
         self.searches = 0
         self.far_done = 0
         self.far_failures = 0
-        self._searched_s = 0.0
-        self._searched_for = self._circumstances()
         self.members_changed()
 
     def members_changed(self) -> None:
@@ -229,30 +225,24 @@ class Gateway:
         return found
 
     def adapt(self) -> None:
-        """Search the threshold again if queues or links ask for it, or if instances or links are not what they were at
-        the last search: what pressure made right is wrong once the link is back."""
+        """Search the threshold again if `policy.regime` says so."""
         far, near = self._hardware.far, self._hardware.near
         if not self._policies.adapt_threshold or not far or self.threshold_tokens >= NEVER:
             return
-        now_s = self._kernel.now_s
-        queue_s = max(self._queue_s(site) for site in [near, *far])
-        busiest = max(site.utilisation for site in far)
-        circumstances = self._circumstances()
-        due = self._trigger.due(queue_s, busiest, now_s) is not None
-        changed = self._changed_since(circumstances) and now_s - self._searched_s >= self._policies.research_period_s
-        if due or changed:
+        strain = Strain(
+            far_queue_s=max(self._queue_s(site) for site in far),
+            near_queue_s=self._queue_s(near),
+            utilisation=max(site.utilisation for site in far),
+            capacities=self._capacities(),
+        )
+        if self._trigger.due(strain, self._kernel.now_s) is not None:
             self.threshold_tokens = self._searched(far)
             self.searches += 1
-            self._searched_s, self._searched_for = now_s, circumstances
 
-    def _circumstances(self) -> tuple[float, ...]:
+    def _capacities(self) -> tuple[float, ...]:
         hardware = self._hardware
         counts = [float(sum(s.ready for s in site.prefill)) for site in [hardware.near, *hardware.far]]
         return (*counts, *(site.link.rate for site in hardware.far if site.link is not None))
-
-    def _changed_since(self, circumstances: tuple[float, ...]) -> bool:
-        pairs = zip(circumstances, self._searched_for, strict=True)
-        return any(abs(now - then) > _SAME * max(now, then) for now, then in pairs)
 
     def _searched(self, far: list[Site]) -> int:
         near = self._hardware.near
@@ -305,10 +295,15 @@ class Gateway:
         )
 
     def _queue_s(self, site: Site) -> float:
-        """Seconds until what waits at its prefill instances is computed, all of them together."""
-        ready = [s for s in site.prefill if s.ready]
-        if not ready or site.times is None:
+        """Seconds until what waits at its prefill instances is computed, all of them together; where there are none,
+        at its decode instances, which prefill then."""
+        if site.times is None:
             return 0.0
+        ready = [s for s in site.prefill if s.ready]
+        if not ready:
+            mixed = [s for s in site.decode if s.ready]
+            waiting = sum(s.waiting_tokens for s in mixed)
+            return site.times.alone_s(waiting) / len(mixed) if waiting else 0.0
         waiting = sum(s.waiting for s in ready)
         if not waiting:
             return 0.0

@@ -39,7 +39,7 @@ class Kernel:
             if heap[0][0] > until_s:
                 return
             time_s, _, action, argument = heappop(heap)
-            if time_s > self.now_s:
+            if time_s > self.now_s:  # noqa: PLR1730 (a call for every event)
                 self.now_s = time_s
             self.events += 1
             action(argument)

@@ -87,7 +87,7 @@ def test_auto_searches_on_the_latest_lengths_and_its_answer_replays():
     links.near_ended(near)
     found.search_if_due([FAR, NEAR], 0.0, trail)
     assert 1000 < found.tokens <= 2000, "the longer half goes far"
-    assert observer.searches[-1] == (found.tokens, "new_lengths")
+    assert observer.searches[-1] == (found.tokens, "capacity"), "a link that was not known is there now"
     assert [replay(decision.line()).same for decision in trail.decisions] == [True]
     assert trail.decisions[0].policy == "threshold"
 
@@ -107,6 +107,53 @@ def test_auto_searches_at_once_under_pressure_and_not_twice_in_a_period():
     clock.advance(WINDOW_S + 1)
     found.search_if_due([FAR, NEAR], 0.0, DecisionTrail("", 0.0))
     assert observer.searches[-1][1] == "relief"
+
+
+def measured(links: LinkView) -> None:
+    """Far twice as fast as near; the link limits nothing."""
+    links.far_ended(FAR, 1001, report(1000))
+    near = start_event(1000, "local", "none", 0)
+    near.prefill_s = 2.0
+    links.near_ended(near)
+
+
+def searched(found: Threshold, usable: bool = True, near: Instance = NEAR) -> None:
+    found.search_if_due([FAR, near], 0.0, DecisionTrail("", 0.0), lambda _: usable)
+
+
+def test_a_cut_link_raises_the_threshold_and_its_return_brings_it_down_again():
+    clock = VirtualClock()
+    found, links, observer = threshold(clock)
+    measured(links)
+    for _ in range(100):
+        found.seen(1000)
+        found.seen(2000)
+    searched(found)
+    whole = found.tokens
+    for _ in range(6):
+        clock.advance(10)
+        searched(found, usable=False)
+    assert found.tokens > 2000, "nothing goes far over a cut link"
+    for _ in range(3):
+        clock.advance(10)
+        searched(found)
+    assert found.tokens == whole
+    assert [reason for _, reason in observer.searches] == [
+        "", "new_lengths", "capacity", "relief", "capacity", "relief",
+    ]  # fmt: skip
+
+
+def test_an_overloaded_near_pool_asks_for_a_search():
+    clock = VirtualClock()
+    found, links, observer = threshold(clock)
+    measured(links)
+    for _ in range(100):
+        found.seen(1000)
+        found.seen(2000)
+    searched(found)
+    clock.advance(10)
+    searched(found, near=dataclasses.replace(NEAR, queued_tokens=5000))
+    assert observer.searches[-1] == (found.tokens, "near_surge")
 
 
 def test_static_threshold_never_moves():

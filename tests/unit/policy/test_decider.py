@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from farfill.core.cluster import PlacementReason
 from farfill.policy.decider import OffloadQuery, SiteInputs, decide_offload, estimate_site
 from farfill.policy.offload import Forced, OffloadInputs, PrefillAvailability, decide
-from farfill.policy.regime import Bandwidth, BandwidthRegime, RegimeLimits, SearchTrigger, Trigger
+from farfill.policy.regime import Bandwidth, BandwidthRegime, RegimeLimits
 
 REMOTE = (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE, PlacementReason.FAR_CACHE)
 FAR = SiteInputs(
@@ -197,16 +197,3 @@ def test_regime_never_flaps(seen: list[tuple[float, float]]):
             changes.append(now_s)
             assert utilisation > 0.7 if after is Bandwidth.SCARCE else utilisation < 0.5
     assert all(later - earlier >= 10 for earlier, later in itertools.pairwise(changes))
-
-
-def test_search_is_asked_for_at_once_then_at_most_once_a_period_and_once_more_in_calm():
-    trigger = SearchTrigger(RegimeLimits(research_period_s=5, surge_queue_s=2, window_lengths=3))
-    for length in (1, 2, 3, 4):
-        trigger.seen(length)
-    assert trigger.lengths() == (2, 3, 4)
-    assert trigger.due(0, 0.1, 0) is None
-    assert trigger.due(2.1, 0.1, 1) is Trigger.QUEUE_SURGE
-    assert trigger.due(9, 0.9, 5.9) is None
-    assert trigger.due(9, 0.9, 6) is Trigger.EGRESS_PRESSURE
-    assert trigger.due(0, 0.1, 11) is Trigger.RELIEF
-    assert trigger.due(0, 0.1, 100) is None

@@ -78,7 +78,8 @@ class FarSide:
         )
         decision = decide_offload(query)
         trail.add("offload", query, decision)
-        self.threshold.search_if_due(instances, max((s.queue_s for s in query.sites), default=0.0), trail)
+        queue_s = max((s.queue_s for s in query.sites), default=0.0)
+        self.threshold.search_if_due(instances, queue_s, trail, self._usable)
         if decision.site is None:
             return FarPlacement(decision, None)
         there = sites[decision.site]
@@ -103,6 +104,9 @@ class FarSide:
         choice = self.profile.choose(request, usable)
         trail.add("placement", self._inputs(request, usable), choice)
         return None if choice.index is None else usable[choice.index]
+
+    def _usable(self, instance: Instance) -> bool:
+        return self.health.allows(instance) and self.health.site_allows(instance.site)
 
     def _inputs(self, request: PlacementRequest, candidates: Sequence[Candidate]) -> PlacementInputs:
         return PlacementInputs(self.profile.settings, request, tuple(candidates))

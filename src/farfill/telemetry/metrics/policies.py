@@ -18,7 +18,7 @@ ADMISSIONS = (
     "shed",
     "queue_deadline",
 )
-SEARCHES = ("queue_surge", "egress_pressure", "relief", "new_lengths")
+SEARCHES = ("queue_surge", "near_surge", "egress_pressure", "capacity", "relief", "new_lengths")
 GAPS = ("lost", "sequence", "overrun", "refused", "generation", "not_told", "chunk_tokens", "protocol_violation")
 ROLLOUT_ACTIONS = ("advance", "hold", "revert", "done")
 
