@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from farfill.core.cluster import InstanceState
+from farfill.policy.admission import AdmissionLimits
 from farfill.wire.control import ErrorBody
 from support.gateway_harness import Harness, running_gateway
 
@@ -142,3 +143,29 @@ async def test_guard_of_running_streams_stops_local_prefill(tmp_path: Path) -> N
         for _ in range(100):
             gateway.service.fallback.token_gap(0.2)
         assert await refused(gateway, body("y" * 100)) == (503, "fallback_itl_guard", 2)
+
+
+async def test_kv_on_its_way_is_bounded_and_free_once_it_has_crossed(tmp_path: Path) -> None:
+    async with running_gateway(tmp_path) as gateway:
+        assert (await gateway.post(COMPLETIONS, body(LONG)))[0] == 200  # 1000 bytes of KV for such a prompt
+        machine = gateway.service.admission._machine
+        machine.configure(AdmissionLimits(link_bytes=1500), {})
+        gateway.decode.hold_after_first = asyncio.Event()
+        first = asyncio.create_task(gateway.post(COMPLETIONS, body("a" * 100)))
+        await until(lambda: len(gateway.decode.decodes) == 2)
+        await until(lambda: machine.outstanding[1] == 0)
+        gateway.prefill.hold_prefill = asyncio.Event()
+        second = asyncio.create_task(gateway.post(COMPLETIONS, body("b" * 100)))
+        # The first one's KV has crossed, though it goes on: the second may begin.
+        await until(lambda: len(gateway.decode.decodes) == 3)
+        third = asyncio.create_task(gateway.post(COMPLETIONS, body("c" * 100)))
+        await until(lambda: waiting(gateway) == 1)
+        assert 900 < machine.outstanding[1] <= 1500
+        gateway.prefill.hold_prefill.set()
+        # Nobody ended, and yet the third one's turn came.
+        await until(lambda: len(gateway.decode.decodes) == 4)
+        assert not first.done()
+        assert not second.done()
+        gateway.decode.hold_after_first.set()
+        assert [(await task)[0] for task in (first, second, third)] == [200, 200, 200]
+        assert machine.outstanding == (0, 0)
