@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
+import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
@@ -42,6 +43,9 @@ _SECRET_TEXT = re.compile(
 )
 
 
+_LEAST_CHARS = len("bearer x")
+
+
 def setup_logging(
     level: Literal["debug", "info", "warning", "error"],
     fmt: Literal["json", "text"],
@@ -60,17 +64,18 @@ def setup_logging(
         structlog.processors.format_exc_info,
         redact,
     ]
-    structlog.configure(
-        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
-        wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.stdlib.LoggerFactory(),
-        cache_logger_on_first_use=False,
-    )
     out = stream if stream is not None else sys.stderr
     renderer: Processor = (
-        structlog.processors.JSONRenderer()
+        structlog.processors.JSONRenderer(serializer=_json)
         if fmt == "json"
         else structlog.dev.ConsoleRenderer(colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback)
+    )
+    structlog.configure(
+        # Our own lines are written as they are: by way of stdlib logging they would cost twice as much.
+        processors=[*shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(out),
+        cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(out)
     handler.setFormatter(
@@ -95,12 +100,20 @@ def _redacted(key: object, value: Any) -> Any:
     if isinstance(key, str) and key.lower().replace("-", "_") in _SECRET_NAMES:
         return REDACTED
     if isinstance(value, str):
-        return _SECRET_TEXT.sub(REDACTED, value)
+        suspect = len(value) >= _LEAST_CHARS and ("PRIVATE KEY" in value or "bearer" in value.lower())
+        return _SECRET_TEXT.sub(REDACTED, value) if suspect else value
     if isinstance(value, dict):
         return {inner: _redacted(inner, item) for inner, item in value.items()}
     if isinstance(value, list | tuple):
         return [_redacted(None, item) for item in value]
     return value
+
+
+def _json(event: EventDict, **_: Any) -> str:
+    return _encode(event).decode()
+
+
+_encode = msgspec.json.Encoder(enc_hook=repr).encode
 
 
 def _add(bound: dict[str, str]) -> Callable[[WrappedLogger, str, EventDict], EventDict]:

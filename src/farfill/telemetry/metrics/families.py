@@ -31,10 +31,16 @@ class Family(Generic[Metric]):
     def __init__(self, metric: Metric, fixed: dict[str, str]) -> None:
         self._metric = metric
         self._fixed = fixed
+        # The library's own look-up costs several times what counting does. As many entries as children.
+        self._children: dict[tuple[tuple[str, str], ...], Metric] = {}
 
     def __call__(self, **labels: str) -> Metric:
         """The child for `labels`."""
-        return self._metric.labels(**self._fixed, **labels)
+        key = tuple(labels.items())
+        child = self._children.get(key)
+        if child is None:
+            child = self._children[key] = self._metric.labels(**self._fixed, **labels)
+        return child
 
 
 class MetricSet:
