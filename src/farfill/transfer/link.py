@@ -24,6 +24,7 @@ from farfill.topology.connections import ConnectionTuner
 from farfill.topology.estimate import LinkEstimate
 from farfill.transfer.encoder import ChunkEncoder, EncodedChunk
 from farfill.transfer.events import Control, LinkUp, Pull, Tick
+from farfill.transfer.last_chunks import LastChunks
 from farfill.transfer.limits import known_reason, liveness_of
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.outgoing import PushedTransfer
@@ -129,6 +130,7 @@ class PeerLink:
         self._used_s = clock.now_s()
         self._tuner = ConnectionTuner(None if config.connections == "auto" else config.connections)
         self._watch = PathWatch()
+        self._last = LastChunks()
         self._encoder = ChunkEncoder(config, min(self._tuner.wanted, os.cpu_count() or 1), clock)
         self._numbers = 0
         self._slots: list[Slot | AdoptedSlot] = []
@@ -348,7 +350,9 @@ class PeerLink:
         """
         with self._lock:
             in_turn = self._turns.order(self._transfers.values())
-        for transfer in in_turn:
+            waiting = sum(transfer.waiting_chunks for transfer in in_turn)
+            leaves = self._last.leaves(connection, waiting, self.estimate.rtt_s or 0.0, self.clock.now_s())
+        for transfer in in_turn if not leaves else ():
             if transfer.has_chunks(early=early):
                 taken = self._pull(transfer, Pull(connection, self._patience_s(transfer), early), codec)
                 if taken is not None or self._withheld:
@@ -374,6 +378,8 @@ class PeerLink:
         finally:
             with self._lock:
                 self._reserved_bytes -= nbytes
+                if frame is not None:
+                    self._last.taken(self.clock.now_s())
                 self._turns.charge(transfer, (frame.size if frame is not None else 0) - nbytes)
         return None if frame is None else (transfer, frame)
 
@@ -406,6 +412,7 @@ class PeerLink:
         self._encoder.interrupted()
         with self._lock:
             self._watch.gone(connection)
+            self._last.gone(connection)
             self.estimate.interrupted()
         self._report_connections()
         if error is not None:
@@ -442,6 +449,7 @@ class PeerLink:
         """The kernel told about one connection."""
         with self._lock:
             self._watch.sampled(connection, path, self.clock.now_s())
+            self._last.sampled(connection, path.window_bytes_per_s)
 
     @property
     def rtt_s(self) -> float | None:

@@ -263,6 +263,11 @@ class PushedTransfer:
         return 0 if self._machine.grid is None else self._machine.grid.chunk_bytes
 
     @property
+    def waiting_chunks(self) -> int:
+        """So many wait to be pulled."""
+        return self._machine.waiting
+
+    @property
     def waiting_bytes(self) -> int:
         """About so much waits to be pulled."""
         return self._machine.waiting * self.chunk_bytes

@@ -15,7 +15,7 @@ from farfill.wire.frames import FrameHeader, FrameType, HelloPayload, Payload, R
 _MICROSECONDS = 1_000_000
 # A peer that makes us answer without reading the answers is no peer.
 MAX_QUEUED_CONTROL = 65_536
-SAMPLE_S = 0.1
+SAMPLE_S = 0.05
 # Nothing confirmed for so long although something is on its way: the connection is given up.
 STALLED_MIN_S = 1.2
 STALLED_ROUND_TRIPS = 10

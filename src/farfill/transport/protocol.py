@@ -29,7 +29,7 @@ class PathSample:
 
     `silent_s`: how long the other host has confirmed nothing although something is on its way; a host that is alive
     but reads slowly confirms. `delivery_bytes_per_s`: the latest rate of arrival there. `confirmed_bytes`: what it has
-    confirmed.
+    confirmed. `window_bytes_per_s`: what its congestion window allows, 0 when that is not told.
     """
 
     rtt_s: float
@@ -39,6 +39,7 @@ class PathSample:
     silent_s: float
     congestion: str
     confirmed_bytes: int = 0
+    window_bytes_per_s: float = 0.0
 
 
 class Channel(Protocol):

@@ -20,9 +20,10 @@ PREFERRED_CONGESTION = b"bbr"  # loss on a WAN starves the usual default
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
 _TCP_CONGESTION = getattr(socket, "TCP_CONGESTION", None)
 _TCP_NOTSENT_LOWAT = getattr(socket, "TCP_NOTSENT_LOWAT", None)
-# struct tcp_info of linux/tcp.h up to tcpi_delivery_rate: unacked, last_ack_recv (ms), rtt (us), total_retrans,
-# bytes_acked, data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every kernel since 4.9.
-_INFO = Struct("=24xI28xI8xI28xI16xQ28xIQ")
+# struct tcp_info of linux/tcp.h up to tcpi_delivery_rate: snd_mss, unacked, last_ack_recv (ms), rtt (us), snd_cwnd
+# (segments), total_retrans, bytes_acked, data_segs_out, delivery_rate (bytes/s). Its fields keep their places in every
+# kernel since 4.9.
+_INFO = Struct("=16xI4xI28xI8xI8xI16xI16xQ28xIQ")
 
 
 def tune(sock: socket.socket, *, choose_congestion: bool) -> None:
@@ -74,7 +75,7 @@ def sample_path(sock: socket.socket) -> PathSample | None:
         return None
     if len(info) < _INFO.size:
         return None
-    unacked, ack_age_ms, rtt_us, retransmits, acked, segments, delivery_rate = _INFO.unpack(info)
+    segment_bytes, unacked, ack_age_ms, rtt_us, window, retransmits, acked, segments, delivery_rate = _INFO.unpack(info)
     return PathSample(
         rtt_s=rtt_us / 1e6,
         segments_sent=segments,
@@ -82,6 +83,7 @@ def sample_path(sock: socket.socket) -> PathSample | None:
         delivery_bytes_per_s=float(delivery_rate),
         silent_s=ack_age_ms / 1e3 if unacked else 0.0,
         confirmed_bytes=acked,
+        window_bytes_per_s=window * segment_bytes / (rtt_us / 1e6) if rtt_us else 0.0,
         congestion=congestion.split(b"\0", 1)[0].decode("ascii", "replace"),
     )
 
