@@ -5,7 +5,7 @@ A restarted worker (another generation) starts with a clean record. What other g
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -78,12 +78,21 @@ class PrefillHealth:
         self._site_limits = _limits(config, config.site_error_rate_limit)
         self._clock = clock
         self._observer = observer
+        self._lost: Callable[[Instance], bool] = lambda _: False
         self._tracks: dict[str, _Track] = {}
         self._sites: dict[str, CircuitBreaker] = {}
 
+    def follow(self, lost: Callable[[Instance], bool]) -> None:
+        """Instances that are `lost` are let nothing through either."""
+        self._lost = lost
+
+    def reach_changed(self, instance: Instance, lost: bool) -> None:
+        """It counts as unreachable from now on, or no longer; shown like an open breaker."""
+        self._observer.breaker_changed(instance, BreakerState.OPEN if lost else self.state(instance))
+
     def allows(self, instance: Instance) -> bool:
-        """Whether the breaker of `instance` lets a request through now."""
-        return self._track(instance).breaker.allows(self._clock.now_s())
+        """Whether `instance` can be reached and its breaker lets a request through now."""
+        return not self._lost(instance) and self._track(instance).breaker.allows(self._clock.now_s())
 
     def overloaded(self, instance: Instance) -> bool:
         """Whether it is kept from requests only because it asked for a pause."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from farfill.gateway.background import BackgroundWork
 from farfill.gateway.blocks import BlockFeeds
 from farfill.gateway.decisions import DecisionLog
 from farfill.gateway.fallback import FallbackGate
+from farfill.gateway.far_reach import FarReach
 from farfill.gateway.follow_config import ConfigFollower
 from farfill.gateway.gate import Gate, build_gate
 from farfill.gateway.health import DecodeReach, PrefillHealth
@@ -31,6 +32,7 @@ from farfill.gateway.lookup import RecordLookup
 from farfill.gateway.lost import LostWatch
 from farfill.gateway.media import MediaLoader, is_public
 from farfill.gateway.models import ServedModels
+from farfill.gateway.open_requests import OpenRequests
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
 from farfill.gateway.parity import ParitySampler
 from farfill.gateway.pipeline.admit import Admission
@@ -49,7 +51,7 @@ from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
 from farfill.gateway.workers import WorkerClient
 from farfill.registry.store import Store
 
-Metrics = Callable[[], tuple[bytes, str]]
+Metrics = Callable[[], tuple[bytes, str] | Awaitable[tuple[bytes, str]]]
 
 
 def _no_metrics() -> tuple[bytes, str]:
@@ -111,6 +113,7 @@ class GatewayService:
     config_follower: ConfigFollower | None
     parity: ParitySampler
     background: BackgroundWork
+    open_requests: OpenRequests
     client: WorkerClient
     feeds: BlockFeeds
 
@@ -237,6 +240,7 @@ def build_service(deps: GatewayDeps) -> GatewayService:
         name=name,
         lookup=RecordLookup(name, records, deps.store, background),
         background=background,
+        open_requests=OpenRequests(),
         client=client,
         feeds=BlockFeeds(
             membership=deps.membership,
@@ -247,6 +251,9 @@ def build_service(deps: GatewayDeps) -> GatewayService:
             server_name=server_name,
         ),
     )
+    far = FarReach(deps.membership.instances, client.reach, background, parts.health.reach_changed)
+    client.on_timeout = far.timed_out
+    parts.health.follow(far.lost)
     models.add(FIRST, service)
     for key, tokenizer in deps.more_models.items():
         models.add(key, _as_seen_by(service, parts, config_for_model(deps.config, key), tokenizer))

@@ -24,7 +24,11 @@ READ_BYTES = 64 * 1024
 
 
 class UnreachedError(Exception):
-    """There was no connection to be had; nothing was sent."""
+    """There was no connection to be had; nothing was sent. `timed_out`: nobody said so."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
 
 
 class BrokenError(Exception):
@@ -75,6 +79,7 @@ class WorkerConnections:
         self._connect_timeout_s = connect_timeout_s
         self._idle: dict[Endpoint, deque[_Connection]] = {}
         self._busy: set[_Connection] = set()
+        self._connecting: dict[tuple[str, int], set[asyncio.Timeout]] = {}
 
     async def request(self, endpoint: Endpoint, head: bytes, body: bytes) -> Answer:
         """Send `head` (with its empty line) and `body`; returns when the head of the answer is there.
@@ -117,10 +122,23 @@ class WorkerConnections:
             found.close()
         return None
 
+    async def reach(self, endpoint: Endpoint) -> bool:
+        """Whether a connection can be made now; it is kept for the next request."""
+        try:
+            connection = await self._connect(endpoint)
+        except UnreachedError:
+            return False
+        connection.idle_since_s = asyncio.get_running_loop().time()
+        self.ended(connection, reusable=True)
+        return True
+
     async def _connect(self, endpoint: Endpoint) -> _Connection:
         loop = asyncio.get_running_loop()
+        others = self._connecting.setdefault((endpoint.host, endpoint.port), set())
+        timeout = asyncio.timeout(self._connect_timeout_s)
         try:
-            async with asyncio.timeout(self._connect_timeout_s):
+            async with timeout:
+                others.add(timeout)
                 _, made = await loop.create_connection(
                     lambda: _Connection(loop, self, endpoint),
                     endpoint.host,
@@ -129,7 +147,15 @@ class WorkerConnections:
                     server_hostname=(endpoint.name or endpoint.host) if endpoint.tls is not None else None,
                 )
         except OSError as error:  # timeouts and what TLS refuses among them
-            raise UnreachedError(repr(error)) from error
+            if timeout.expired():  # who waits for the same address waits in vain
+                for other in others - {timeout}:
+                    if not other.expired():
+                        other.reschedule(loop.time())
+            raise UnreachedError(repr(error), timed_out=timeout.expired()) from error
+        finally:
+            others.discard(timeout)
+            if not others:
+                self._connecting.pop((endpoint.host, endpoint.port), None)
         return made
 
 

@@ -138,6 +138,8 @@ class WorkerClient:
         self._server_name = server_name
         # Answers take as long as prefill takes; deadlines belong to whoever awaits them.
         self._connections = WorkerConnections(connect_timeout_s)
+        self.on_timeout: Callable[[Instance], None] = lambda _: None
+        """Hears of instances to which connecting took as long as it may."""
 
     async def start(self) -> None:
         """Connections are made as they are needed."""
@@ -149,6 +151,10 @@ class WorkerClient:
     async def close(self) -> None:
         """Close all connections."""
         self._connections.close()
+
+    async def reach(self, instance: Instance) -> bool:
+        """Whether a connection can be made to it now."""
+        return await self._connections.reach(self._endpoint(instance))
 
     async def decode(self, instance: Instance, command: DecodeCommand) -> DecodeStream:
         """Start a generation; returns when the worker committed to it (its first token is there)."""
@@ -194,18 +200,23 @@ class WorkerClient:
     async def _send(self, instance: Instance, path: str, command: msgspec.Struct | None) -> Answer:
         """POST `command`, or GET without one."""
         body = b"" if command is None else _encode(command)
-        secure, host, port, authority = _address(instance.url)
-        endpoint = Endpoint(host, port, self._tls if secure else None, self._server_name(instance) if secure else None)
-        head = _head("GET" if command is None else "POST", path, authority, len(body))
+        head = _head("GET" if command is None else "POST", path, _address(instance.url)[3], len(body))
         try:
-            response = await self._connections.request(endpoint, head, body)
+            response = await self._connections.request(self._endpoint(instance), head, body)
         except UnreachedError as error:
+            if error.timed_out:
+                self.on_timeout(instance)
             raise _unanswered(instance, "cannot be reached", error, reached=False) from error
         except BrokenError as error:
             raise _unanswered(instance, "the connection was lost", error, reached=True) from error
         if response.status == 200:
             return response
         raise await _answer_error(instance, response)
+
+
+    def _endpoint(self, instance: Instance) -> Endpoint:
+        secure, host, port, _ = _address(instance.url)
+        return Endpoint(host, port, self._tls if secure else None, self._server_name(instance) if secure else None)
 
 
 @lru_cache(1024)
