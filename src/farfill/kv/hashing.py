@@ -25,13 +25,23 @@ def prefix_keys(
     """One 16-byte key per whole chunk of `chunk_tokens` tokens; a shorter rest has none."""
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens must be at least 1, got {chunk_tokens}")
-    parent = blake2b(salt.encode(), digest_size=KEY_BYTES, person=_PERSON).digest()
+    parent = root_key(salt)
     keys: list[bytes] = []
     for start in range(0, len(token_ids) - chunk_tokens + 1, chunk_tokens):
         end = start + chunk_tokens
         chunk = pack(f"<{chunk_tokens}I", *token_ids[start:end])
         # Tokens have a fixed length, so what follows them cannot be taken for one.
         behind = b"".join(pack("<II", at, len(digest)) + digest for at, digest in material if start <= at < end)
-        parent = blake2b(parent + chunk + behind, digest_size=KEY_BYTES, person=_PERSON).digest()
+        parent = chain_key(parent, chunk, behind)
         keys.append(parent)
     return tuple(keys)
+
+
+def root_key(salt: str) -> bytes:
+    """What the first chunk's key is chained to."""
+    return blake2b(salt.encode(), digest_size=KEY_BYTES, person=_PERSON).digest()
+
+
+def chain_key(parent: bytes, tokens: bytes, behind: bytes = b"") -> bytes:
+    """The key of a chunk after `parent`: its tokens as little-endian uint32, then what stands behind them."""
+    return blake2b(parent + tokens + behind, digest_size=KEY_BYTES, person=_PERSON).digest()

@@ -26,6 +26,8 @@ from farfill.wire.control import CONTENT_TYPE, PROTOCOL_VERSION, VERSION_HEADER,
 
 log = structlog.get_logger()
 
+# Every prefix that is followed holds one with its long poll; a call that finds none free looks like a registry away.
+MAX_CONNECTIONS = 32
 CALL_TIMEOUT_S = 5.0
 LEAVE_TIMEOUT_S = 2.0
 POLL_WAIT_S = 20.0
@@ -58,7 +60,7 @@ class RegistryCalls:
 
     def open(self) -> None:
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=4),
+            connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
             headers={VERSION_HEADER: str(PROTOCOL_VERSION), "Content-Type": CONTENT_TYPE},
         )
 

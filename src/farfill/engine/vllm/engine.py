@@ -35,6 +35,7 @@ from farfill.engine.vllm.attached import AttachedServer
 from farfill.engine.vllm.files import KVFile, KVFolder
 from farfill.engine.vllm.health import Vitals, read_vitals
 from farfill.engine.vllm.jobs import Exports, GenerateJob, Job, PrefillJob
+from farfill.engine.vllm.kv_events import EVENTS_SOCKET, VllmBlockFeed, VllmBlocks
 from farfill.engine.vllm.messages import Alive, Exported, ExportFailed, ImportParams, Message, import_params
 from farfill.engine.vllm.server import VllmServer
 from farfill.kv.manifest import build_manifest
@@ -76,8 +77,12 @@ class VllmEngine:
         max_queue: int,
         stall_s: float = STALL_S,
         traits: Traits,
+        blocks: VllmBlocks | None = None,
     ) -> None:
-        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead."""
+        """`stall_s`: with work under way and no step ended for so long, vLLM counts as dead.
+
+        `blocks`: what its KV events are read into.
+        """
         self.info = info
         # vLLM makes its own multimodal prompts, which the connector does not move yet.
         self.media: MediaProcessor | None = None
@@ -97,6 +102,8 @@ class VllmEngine:
         self._dead = ""
         self._watching: asyncio.Future[None] | None = None
         self._closed = False
+        self._blocks = blocks
+        self._block_feed = None if blocks is None else VllmBlockFeed(folder.path / EVENTS_SOCKET, blocks)
 
     @property
     def folder(self) -> Path:
@@ -105,8 +112,8 @@ class VllmEngine:
 
     @property
     def blocks(self) -> BlockLedger | None:
-        """vLLM does not tell."""
-        return None
+        """What vLLM's events say; None where they do not say enough."""
+        return None if self._blocks is None else self._blocks.ledger
 
     @property
     def endpoint(self) -> Endpoint:

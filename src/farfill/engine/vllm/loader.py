@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.config.secrets import resolve_secret
 from farfill.core.errors import ConfigError, EngineError, FarfillError
+from farfill.core.layout import KVLayout
 from farfill.engine.fingerprint import fingerprint
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import EngineInfo
@@ -21,6 +22,7 @@ from farfill.engine.vllm.api import Endpoint, VllmApi
 from farfill.engine.vllm.attached import AttachedServer
 from farfill.engine.vllm.engine import STALL_S, Traits, VllmEngine
 from farfill.engine.vllm.files import KVFolder
+from farfill.engine.vllm.kv_events import VllmBlocks
 from farfill.engine.vllm.layout import identity_of, layout_of, ranks_of
 from farfill.engine.vllm.messages import Hello
 from farfill.engine.vllm.server import VllmServer
@@ -84,7 +86,20 @@ def load_engine(
             prioritizes=hellos[0].prioritizes,
             grammars=hellos[0].grammar_backend == "guidance",
         ),
+        blocks=_blocks(server, layout, hellos[0]),
     )
+
+
+def _blocks(server: VllmServer | AttachedServer, layout: KVLayout, hello: Hello) -> VllmBlocks | None:
+    """Where its events tell which chunks it holds: a server of ours, attention alone, and blocks that make up a chunk.
+
+    Otherwise gateways go by their routing history.
+    """
+    sizes = {tensor.block_tokens for tensor in hello.tensors}
+    fits = len(sizes) == 1 and 0 not in sizes and not layout.prefill_chunk_tokens % min(sizes)
+    if not isinstance(server, VllmServer) or not layout.resumable or not fits:
+        return None
+    return VllmBlocks(layout.prefill_chunk_tokens) if importlib.util.find_spec("zmq") else None
 
 
 def _server(

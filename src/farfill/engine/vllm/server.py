@@ -22,6 +22,7 @@ from typing import IO
 from farfill.config.processes import start_child
 from farfill.core.errors import CancelledWorkError, ConfigError, EngineError
 from farfill.engine.vllm.api import Endpoint
+from farfill.engine.vllm.kv_events import EVENTS_SOCKET
 from farfill.engine.vllm.line import ConnectorLine
 from farfill.engine.vllm.messages import LINE_SOCKET, Hello
 
@@ -63,6 +64,7 @@ class VllmServer:
             "--scheduling-policy=priority",
             "--enable-prompt-tokens-details",
             f"--kv-transfer-config={json.dumps(transfer)}",
+            f"--kv-events-config={json.dumps(_events(folder))}",
             *_prefix_cache(model),
             *options,
         ]
@@ -130,6 +132,11 @@ class VllmServer:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def _events(folder: Path) -> dict[str, object]:
+    """Who reads them: `kv_events`."""
+    return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": f"ipc://{folder / EVENTS_SOCKET}"}
 
 
 def _prefix_cache(model: Path) -> list[str]:
