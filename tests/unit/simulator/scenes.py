@@ -67,6 +67,7 @@ fleet: {{near_prefill: {servers}, near_decode: 1}}
 traffic: {{requests_per_s: {rate_per_s}, output: {{distribution: fixed, tokens: 1}}}}
 policies: {{knows: exact, prefill_weights: {{least_work: 1}}}}
 monitor_s: 1000
+warmup: 0
 """
     path = scene(folder, text, near=NEAR.replace("0.01}", "0.000001}"))
     return replace(read_scenario(path), input=lengths)

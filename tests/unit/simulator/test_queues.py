@@ -13,6 +13,7 @@ from farfill.simulator.kernel import Kernel
 from farfill.simulator.link import SharedLink
 from farfill.simulator.traffic import generator
 from farfill.simulator.world import World
+from farfill.testing.queues import controlled, known_wait_s, poisson_queue, recursion_waits
 from unit.simulator.scenes import exponential_lengths, queue
 
 
@@ -37,20 +38,24 @@ def test_one_server_waits_as_lindley_and_pollaczek_say(tmp_path: Path, lengths: 
     assert waits.mean() == pytest.approx(wait_in_pool(0.5, 1, 1.0, scv).overall_s, rel=0.1)
 
 
-def test_four_servers_wait_as_if_before_one_queue(tmp_path: Path) -> None:
-    world = World(queue(tmp_path, exponential_lengths(10_000), rate_per_s=2.8, servers=4, requests=8_000))
+@pytest.mark.parametrize(
+    ("lengths", "form_off"),
+    [(exponential_lengths(10_000), 0.0), (observed([10_000.0]), 0.0), (uniform(1, 20_000), 0.015)],
+    ids=["M/M/4", "M/D/4", "M/G/4"],
+)
+def test_four_servers_wait_as_erlang_crommelin_and_kimura_say(
+    tmp_path: Path, lengths: Lengths, form_off: float
+) -> None:
+    world = World(queue(tmp_path, lengths, rate_per_s=2.8, servers=4, requests=4_000))
     world.run()
     came = np.argsort(world.records.column("arrival"))  # records stand in the order of their ends
-    arrivals, prompts, waited = (world.records.column(name)[came] for name in ("arrival", "prompt", "wait"))
-    # Kiefer and Wolfowitz: whoever comes takes the server that is free first.
-    free_s, waits = [0.0] * 4, list[float]()
-    for arrival_s, prompt in zip(arrivals, prompts, strict=True):
-        first = min(range(4), key=free_s.__getitem__)
-        start_s = max(arrival_s, free_s[first])
-        waits.append(start_s - arrival_s)
-        free_s[first] = start_s + (prompt - 1) * 1e-4
-    warm = 500  # the run began earlier than what is recorded
-    assert waited[warm:].mean() == pytest.approx(np.mean(waits[warm:]), rel=0.01)
+    arrivals, prompts, waits = (world.records.column(name)[came] for name in ("arrival", "prompt", "wait"))
+    same = arrivals, (prompts - 1) * 1e-4
+    assert waits.mean() == pytest.approx(recursion_waits(*same, 4).mean(), rel=0.01)
+    found = controlled(waits, same, poisson_queue(lengths, 1e-4, 2.8, 600_000, seed=3), 4)
+    told = known_wait_s(lengths, 1e-4, 2.8, 4)
+    assert found.error_s < 0.025 * told, "else the next line proves little"
+    assert abs(found.mean_s - told) < 4 * found.error_s + form_off * told
 
 
 @pytest.mark.parametrize("sizes", ["exponential", "equal"])

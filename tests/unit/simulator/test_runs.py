@@ -67,6 +67,12 @@ def test_a_cut_link_opens_breakers_and_prompts_stay_near(tmp_path: Path) -> None
     assert result.offload_share > 0.4, "and after that, as much as before"
 
 
+def test_an_overloaded_near_pool_brings_the_threshold_down(tmp_path: Path) -> None:
+    result = run(tmp_path, SCENARIO.replace("8000}", "19000, research_period_s: 10}") + "seed: 2\n")
+    assert result.threshold_searches > 0
+    assert result.threshold_tokens < 15_000
+
+
 def test_failures_open_breakers_and_prompts_stay_near(tmp_path: Path) -> None:
     text = SCENARIO.replace("8000}", "8000, adapt_threshold: false, utilisation_limit: 1}")
     result = run(tmp_path, text + "events: [{at_s: 100, for_s: 60, link: far}]\n")
@@ -103,7 +109,7 @@ def test_too_much_traffic_waits_in_admission_and_is_turned_away(tmp_path: Path) 
 
 
 def test_without_near_prefill_decode_instances_prefill_and_their_streams_slow_down(tmp_path: Path) -> None:
-    text = SCENARIO.replace("near_prefill: 1", "near_prefill: 0").replace("8000", "100000")
+    text = SCENARIO.replace("near_prefill: 1", "near_prefill: 0").replace("8000", "100000, adapt_threshold: false")
     result = run(tmp_path, text)
     assert result.offload_share == 0.0
     assert result.finished == result.requests
