@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,6 @@ from tests.vllm_engine.serve import MODULE, Served, launch, serving
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.core.errors import ConfigError, EngineError, InvalidRequestError
 from farfill.engine.protocol import GenerateWork
-from farfill.engine.vllm import attached
 from farfill.engine.vllm.engine import VllmEngine
 from farfill.engine.vllm.loader import load_engine
 
@@ -215,17 +213,3 @@ def _dead(engine: VllmEngine) -> bool:
     except EngineError:
         return True
     return False
-
-
-def test_a_vllm_without_the_connector_says_what_to_start_it_with(fleet: Fleet, tmp_path: Path) -> None:
-    server = launch(fleet.model("llama"), tmp_path / "plain.log", transfer=None)
-    with serving([server]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attached, "_HELLO_S", 2.0)
-        with pytest.raises(ConfigError, match="its connector did not come") as caught:
-            load_engine(
-                ModelConfig(name="llama", path=fleet.model("llama"), dtype="float32"),
-                EngineConfig(type="vllm", attach=server.url, kv_cache_mb=256, prefix_cache_mb=0),
-                PrefillConfig(chunked_prefill_tokens=CHUNK_TOKENS),
-                tmp_path,
-            )
-    assert json.dumps({"kv_connector": "FarfillConnector"})[1:-1] in str(caught.value)

@@ -117,14 +117,16 @@ class VllmFront:
     ) -> web.StreamResponse:
         """Answer as soon as the prompt was taken: decode fetches its KV while it is computed."""
         prompt = await self._tokens(request, body)
-        if prompt is None or len(prompt) < 2:
+        priority, salt = body.get("priority") or 0, body.get("cache_salt") or ""
+        known = isinstance(priority, int) and isinstance(salt, str)
+        if prompt is None or len(prompt) < 2 or not known:
             return await self._pass_on(request, raw)
         transfer_id = secrets.token_hex(16)
         work = PrefillWork(
             request_id=transfer_id,
             prompt=prompt,
-            cache_salt=str(body.get("cache_salt") or ""),
-            priority=int(body.get("priority") or 0),
+            cache_salt=salt,
+            priority=priority,
         )
         held.hold(transfer_id, work)
         where = HeldPrompt(
@@ -166,8 +168,15 @@ class VllmFront:
         async with self._ask(request, raw) as answer:
             response = web.StreamResponse(status=answer.status, headers=_headers(answer.headers))
             await response.prepare(request)
-            async for data in answer.content.iter_any():
-                await response.write(data)
+            try:
+                async for data in answer.content.iter_any():
+                    await response.write(data)
+            except aiohttp.ClientError as error:
+                # The status is out already: only an end without an end tells the client.
+                log.warning("vllm_answer_broke_off", path=request.path, error=repr(error))
+                if request.transport is not None:
+                    request.transport.abort()
+                return response
             await response.write_eof()
             return response
 

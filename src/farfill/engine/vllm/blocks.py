@@ -291,8 +291,22 @@ class BlockCopier:
         if done:
             self._tell(Exported(export.key, tuple(done), self._hello.rank))
 
-    def load(self, item: Import) -> None:
-        """Copy a request's file into its blocks. Raises when that is impossible: the step must not go on."""
+    def load(self, item: Import) -> set[int]:
+        """Copy a request's file into its blocks; returns those that stay without, all of them when anything is wrong.
+
+        Raises where vLLM cannot be told, with several groups: the step must not go on.
+        """
+        try:
+            self._load(item)
+        except (OSError, ValueError, RuntimeError, LookupError) as error:
+            if len(item.block_ids) > 1:
+                raise
+            _log.warning("kv_load_failed", key=item.key, detail=str(error))
+            (block_tokens,) = {source.block_tokens for source in self._sources.values()}
+            return {block for block in item.block_ids[0][item.local_tokens // block_tokens :] if block}
+        return set()
+
+    def _load(self, item: Import) -> None:
         manifest, offsets, nbytes = _plan(self._layout, item.num_tokens)
         path = rank_file(item.file, self._hello.rank)
         with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:

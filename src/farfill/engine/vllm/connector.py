@@ -92,6 +92,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         self._kept = 0
         self._plan = _Plan()
         self._copier: BlockCopier | None = None
+        self._failed: set[int] = set()
 
     # In the scheduler's process.
 
@@ -253,7 +254,12 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         if plan.attach is not None:
             self._copier.attach(plan.attach.folder, plan.attach.chunk_tokens)
         for item in plan.imports:
-            self._copier.load(item)
+            self._failed |= self._copier.load(item)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks of this step without KV: `kv_load_failure_policy` says what becomes of their request."""
+        failed, self._failed = self._failed, set()
+        return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Everything was loaded before the step began."""
