@@ -19,7 +19,7 @@ import typer
 from aiohttp import web
 
 from farfill.cli.gateway_admin import AdminServer
-from farfill.cli.run_role import http_server, registry_url, run_until_stopped, start_logging
+from farfill.cli.run_role import Stop, http_server, registry_url, run_until_stopped, start_logging
 from farfill.clock import WallClock
 from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import TlsMaterial, read_public_tls, read_ticket_signing_key, read_tls
@@ -45,6 +45,8 @@ log = structlog.get_logger()
 
 # How long running requests may go on after SIGTERM.
 DRAIN_S = 30.0
+# How long before its end those that still run are told.
+END_S = 2.0
 # Longest wait for the registry before the API opens: a gateway that knows no worker yet would refuse everything.
 FIRST_ANSWER_S = 5.0
 
@@ -129,7 +131,11 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
                 await stack.enter_async_context(context)
             if admin is not None:
                 await stack.enter_async_context(admin.running())
+            if isinstance(stop, Stop):
+                stop.hurry = service.open_requests.end
             await stop.wait()
+            # Whoever is still there when draining ends hears why.
+            loop.call_later(DRAIN_S - END_S, service.open_requests.end)
     finally:
         lag.cancel()
 

@@ -28,6 +28,7 @@ from farfill.core.errors import ConfigError, FarfillError
 DECODE = "decode-near"
 PREFILL = "prefill-far"
 STOP_S = 8.0
+HURRY_S = 1.5
 PKI_DAYS = 7
 # Idle OpenMP threads of one worker must not spin on the cores the other one needs.
 _ENVIRONMENT = {
@@ -110,7 +111,10 @@ class LocalCluster:
                 raise ChildDiedError(child)
 
     def close(self) -> None:
-        """Stop every process and remove every file. Idempotent. An interrupt meanwhile kills at once."""
+        """Stop every process and remove every file. Idempotent.
+
+        An interrupt meanwhile kills at once, once clients of the gateway were told.
+        """
         try:
             # Workers and gateway first: they say goodbye to the registry.
             self._stop([child for child in self._children if child.name != "registry"], STOP_S)
@@ -139,6 +143,10 @@ class LocalCluster:
             child.wait(max(0.0, deadline_s - time.monotonic()))
 
     def _kill(self) -> None:
+        for child in self._children:
+            if child.name == "gateway" and child.exit_code is None:
+                child.signal(signal.SIGTERM)  # the second one
+                child.wait(HURRY_S)
         for child in self._children:
             if child.exit_code is None:
                 child.signal(signal.SIGKILL)

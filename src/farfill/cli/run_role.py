@@ -24,6 +24,7 @@ from farfill.transport.tls import http_server_context
 log = structlog.get_logger()
 
 SHUTDOWN_TIMEOUT_S = 2.0
+HURRY_S = 1.0
 
 
 def start_logging(loaded: LoadedConfig, *, role: str, site: str, name: str) -> None:
@@ -31,8 +32,17 @@ def start_logging(loaded: LoadedConfig, *, role: str, site: str, name: str) -> N
     setup_logging(loaded.config.logging.level, loaded.config.logging.format, role=role, site=site, name=name)
 
 
-def run_until_stopped(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    """Run `serve(stop)` on a uvloop. SIGTERM and SIGINT set `stop`; the second one ends the process at once."""
+class Stop(asyncio.Event):
+    """Set by the first SIGTERM or SIGINT. `hurry` is called by the second, if anybody needs a moment to break off."""
+
+    hurry: Callable[[], None] | None = None
+
+
+def run_until_stopped(serve: Callable[[Stop], Coroutine[Any, Any, None]]) -> None:
+    """Run `serve(stop)` on a uvloop. SIGTERM and SIGINT set `stop`.
+
+    The second one ends the process at once, or within `HURRY_S` after `stop.hurry`; the third one at once.
+    """
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -91,14 +101,19 @@ async def http_server(runner: web.AppRunner, listen: str, context: ssl.SSLContex
         await runner.cleanup()
 
 
-async def _serve(serve: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> None:
-    stop = asyncio.Event()
+async def _serve(serve: Callable[[Stop], Coroutine[Any, Any, None]]) -> None:
+    stop = Stop()
     loop = asyncio.get_running_loop()
 
     def on_signal(number: signal.Signals) -> None:
         if stop.is_set():
             log.warning("stopped_at_once", signal=number.name)
-            os._exit(128 + number)
+            hurry, stop.hurry = stop.hurry, None
+            if hurry is None:
+                os._exit(128 + number)
+            hurry()
+            loop.call_later(HURRY_S, os._exit, 128 + number)
+            return
         log.info("stopping", signal=number.name)
         stop.set()
 

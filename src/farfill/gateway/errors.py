@@ -38,6 +38,13 @@ class DeadlineError(FarfillError):
     retryable = True
 
 
+class StoppingError(UnavailableError):
+    """This gateway stops, and may not wait for the request's end."""
+
+    reason = "gateway_stopping"
+    side = "gateway"
+
+
 class PoisonousRequestError(FarfillError):
     """So many instances died while they worked on this request that no other one gets it. Not to be sent again."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import time
 
 import pytest
 
@@ -42,3 +43,25 @@ def test_ignored_hangup_stays_ignored():
         assert run_stoppable(work()) == "done"
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_interrupts_what_does_not_await(second: signal.Signals):
+    cleaned: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+        finally:
+            try:
+                os.kill(os.getpid(), second)
+                time.sleep(30)
+            finally:
+                cleaned.append("at once")
+
+    with pytest.raises(SystemExit) as ended:
+        run_stoppable(work())
+    assert ended.value.code == 143
+    assert cleaned == ["at once"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "as before"

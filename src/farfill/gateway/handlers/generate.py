@@ -15,7 +15,7 @@ from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.core.priority import check_priority
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.answer import Answer
-from farfill.gateway.errors import DeadlineError, error_response, internal_error
+from farfill.gateway.errors import DeadlineError, StoppingError, error_response, internal_error
 from farfill.gateway.handlers.body import read_body
 from farfill.gateway.handlers.conversation import Conversations
 from farfill.gateway.handlers.enter import principal_of
@@ -87,12 +87,16 @@ class GenerateHandler:
         cancelled = True  # unless something else is known by the end
         try:
             try:
-                async with asyncio.timeout(self._config.gateway.request_timeout_s):
-                    response = await self._serve(request, exchange, endpoint, tracker)
+                async with asyncio.timeout(self._config.gateway.request_timeout_s) as limit:
+                    self._service.open_requests.begin(limit)
+                    try:
+                        response = await self._serve(request, exchange, endpoint, tracker)
+                    finally:
+                        self._service.open_requests.over(limit)
                 cancelled = False
                 return response
             except TimeoutError:
-                failure = DeadlineError(f"not done after {self._config.gateway.request_timeout_s:g} s")
+                failure = self._late()
             except web.HTTPException as error:
                 failure, cancelled = InvalidRequestError(error.reason, reason=_body_reason(error)), False
                 raise
@@ -111,6 +115,12 @@ class GenerateHandler:
         finally:
             # A client that hangs up once it has everything cancels nothing.
             tracker.finish(failure, cancelled=cancelled and not exchange.delivered)
+
+    def _late(self) -> FarfillError:
+        """Why a request ran out of time."""
+        if self._service.open_requests.ended:
+            return StoppingError("this gateway stops; try again")
+        return DeadlineError(f"not done after {self._config.gateway.request_timeout_s:g} s")
 
     async def _serve(
         self, request: web.Request, exchange: _Exchange, endpoint: Endpoint, tracker: RequestTracker
