@@ -17,7 +17,10 @@ from farfill.policy.scaling import Group, GroupLoad, ScalingChange
 from farfill.scaling.file import AutoscaleFile, read_autoscale, scaler_of
 from farfill.scaling.loads import PrometheusLoads
 from farfill.scaling.loop import look_once, run_loop
+from farfill.scaling.serve import serving
 from farfill.scaling.sinks import KubernetesSink, Sink, WebhookSink, described
+from farfill.telemetry.metrics.autoscale import AutoscaleMetrics
+from farfill.telemetry.metrics.families import exposition
 
 _CALL_S = 10.0
 
@@ -37,8 +40,11 @@ def autoscale(
 
 
 async def _run(file: AutoscaleFile, *, dry_run: bool, once: bool) -> bool:
-    clock, scaler = WallClock(), scaler_of(file)
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CALL_S)) as session:
+    clock, scaler, metrics = WallClock(), scaler_of(file), AutoscaleMetrics()
+    async with (
+        serving(file.listen, lambda: exposition(metrics.registry)),
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=_CALL_S)) as session,
+    ):
         loads = PrometheusLoads(file, session)
         sinks: list[Sink] = []
         if not dry_run and file.webhook is not None:
@@ -46,8 +52,18 @@ async def _run(file: AutoscaleFile, *, dry_run: bool, once: bool) -> bool:
         if not dry_run and file.kubernetes is not None:
             sinks.append(KubernetesSink(file, session))
         if once:
-            return await look_once(loads, scaler, sinks, _report, now_s=clock.now_s(), unix_s=clock.unix_s())
-        await run_loop(loads, scaler, sinks, _report, period_s=file.period_s, clock=clock, sleep=asyncio.sleep)
+            now_s, unix_s = clock.now_s(), clock.unix_s()
+            return await look_once(loads, scaler, sinks, _report, now_s=now_s, unix_s=unix_s, observer=metrics)
+        await run_loop(
+            loads,
+            scaler,
+            sinks,
+            _report,
+            period_s=file.period_s,
+            clock=clock,
+            sleep=asyncio.sleep,
+            observer=metrics,
+        )
     return True
 
 

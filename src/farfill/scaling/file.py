@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from farfill.config.problems import KeyPath
+from farfill.config.section import Address
 from farfill.planner.inputs import Section, read_input, refuse
 from farfill.policy.scaling import Group, GroupLimits, Scaler, ScalingLimits, Schedule
 
@@ -65,6 +66,9 @@ class AutoscaleFile(Section):
     schedules: list[ScheduleSection] = Field(default=[], description="Other bounds by the time of day.")
     webhook: WebhookSection | None = Field(default=None, description="Told of every change.")
     kubernetes: KubernetesSection | None = Field(default=None, description="Scaled at every change.")
+    listen: Address | None = Field(
+        default=None, description="host:port of GET /metrics and /healthz; unset: none. Plain HTTP."
+    )
     period_s: float = Field(default=30.0, ge=1, description="How often is decided.")
     target: float = Field(default=0.7, gt=0, lt=1, description="Utilisation to size for.")
     out_above: float = Field(default=0.85, gt=0, le=1, description="Utilisation that adds instances.")

@@ -12,12 +12,16 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from farfill.cli.local_ports import free_ports
 from farfill.core.errors import ConfigError
 from farfill.policy.scaling import Group, GroupLoad, ScalingChange, ScalingReason
 from farfill.scaling.file import read_autoscale, scaler_of
 from farfill.scaling.loads import LoadUnknownError, PrometheusLoads
 from farfill.scaling.loop import look_once
+from farfill.scaling.serve import serving
 from farfill.scaling.sinks import KubernetesSink, ScalingFailedError, WebhookSink
+from farfill.telemetry.metrics.autoscale import AutoscaleMetrics
+from farfill.telemetry.metrics.families import exposition
 
 SECRET = b"sixteen bytes or more"
 FILE = """\
@@ -156,6 +160,48 @@ async def test_nothing_is_decided_on_half_a_picture(site: Site, session: aiohttp
     with pytest.raises(LoadUnknownError, match="bad query"):
         await loads.read()
     assert not await look_once(loads, scaler_of(file), [], lambda *_: pytest.fail("decided"), now_s=0, unix_s=0)
+
+
+async def test_what_was_seen_decided_and_told_is_in_the_metrics(
+    site: Site, session: aiohttp.ClientSession, tmp_path: Path
+) -> None:
+    site.values = {'site="far",role="prefill",state="ready"': "2", "farfill_prefill_seconds_sum": "2"}
+    site.statuses = [200, 403]
+    file = read_autoscale(site.file(tmp_path))
+    assert file.webhook is not None
+    sinks = [WebhookSink(file.webhook, session), KubernetesSink(file, session)]
+    metrics, scaler, (port,) = AutoscaleMetrics(), scaler_of(file), free_ports(1)
+    async with serving(f"127.0.0.1:{port}", lambda: exposition(metrics.registry)):
+        for values in ({}, {"farfill_workers": "error"}):
+            site.values |= values
+            await look_once(
+                PrometheusLoads(file, session), scaler, sinks, lambda *_: None, now_s=0, unix_s=7, observer=metrics
+            )
+        async with session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+            text = await answer.text()
+        async with session.get(f"http://127.0.0.1:{port}/healthz") as answer:
+            assert answer.status == 200
+        with pytest.raises(ConfigError, match=r"listen: .* cannot be used"):
+            async with serving(f"127.0.0.1:{port}", lambda: (b"", "")):
+                pass
+    for line in (
+        'farfill_autoscale_looks_total{outcome="decided"} 1.0',
+        'farfill_autoscale_looks_total{outcome="load_unknown"} 1.0',
+        'farfill_autoscale_changes_total{reason="busy",role="prefill",site="far"} 1.0',
+        'farfill_autoscale_told_total{outcome="ok",sink="webhook"} 1.0',
+        'farfill_autoscale_told_total{outcome="failed",sink="kubernetes"} 1.0',
+        'farfill_autoscale_instances{role="prefill",site="far",state="ready"} 2.0',
+        'farfill_autoscale_busy_instances{role="prefill",site="far"} 2.0',
+        "farfill_autoscale_last_decision_timestamp_seconds 7.0",
+    ):
+        assert line in text
+
+
+def test_every_metric_is_documented() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    for family in AutoscaleMetrics().registry.collect():
+        name = family.name + ("_total" if family.type == "counter" else "")
+        assert name.startswith("process_") or f"`{name}`" in page
 
 
 @pytest.mark.parametrize(
