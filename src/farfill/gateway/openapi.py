@@ -63,6 +63,15 @@ RANGES: Mapping[str, Mapping[str, Any]] = {
     "cache_salt": {"minLength": 1, "maxLength": 256},
     "request_id": {"pattern": "^[A-Za-z0-9][A-Za-z0-9._:-]{0,127}$"},
 }
+WORDS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "ChatMessageBody": {"role": ("system", "developer", "user", "assistant", "tool")},
+    "ContentPart": {"type": ("text", "image_url")},
+    "ToolBody": {"type": ("function",)},
+    "ToolCallBody": {"type": ("function",)},
+    "NamedChoice": {"type": ("function",)},
+    "ResponseFormat": {"type": ("text", "json_object", "json_schema")},
+}
+"""Fields that are text to the parser, with the words that mean something."""
 _TOKEN_ID = {"type": "integer", "minimum": 0}
 _TOKEN_IDS = {"type": "array", "items": _TOKEN_ID, "minItems": 1}
 _PROMPT = {
@@ -203,6 +212,9 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """OpenAPI 3.1."""
     types = [kind for o in operations for kind in (o.body, o.answer) if kind is not None]
     _, components = msgspec.json.schema_components([*types, ErrorEnvelope], ref_template=_REFS)
+    for name, fields in WORDS.items():
+        for field_name, words in fields.items() if name in components else ():
+            components[name]["properties"][field_name]["enum"] = list(words)
     for kind in {o.body for o in operations if o.body is not None}:
         _tighten(components[kind.__name__])
     paths: dict[str, dict[str, Any]] = {}
