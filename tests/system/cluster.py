@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,10 @@ class Cluster:
         role: str | None = None,
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
+        options: Sequence[str] = (),
     ) -> None:
         """Start one member. `role` names the command where `name` is not a member's."""
-        command = [role or self._workers.get(name, name), "--config", str(config or self.config_path)]
+        command = [role or self._workers.get(name, name), "--config", str(config or self.config_path), *options]
         if name in self._workers:
             command += ["--name", name]
         logs = self._logs.setdefault(name, [])

@@ -11,6 +11,7 @@ import ssl
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ import typer
 from aiohttp import web
 
 from farfill.cli.gateway_admin import AdminServer
+from farfill.cli.gateway_processes import GatewayProcesses
 from farfill.cli.run_role import Stop, http_server, registry_url, run_until_stopped, start_logging
 from farfill.clock import WallClock
 from farfill.config.load import LoadedConfig, load_config
@@ -29,6 +31,7 @@ from farfill.gateway.app import SERVICE, build_runner
 from farfill.gateway.identity import worker_context
 from farfill.gateway.reload import Reloaded
 from farfill.gateway.service import GatewayDeps, GatewayService
+from farfill.gateway.siblings import Siblings
 from farfill.gateway.tokenizer import load_tokenizer
 from farfill.registry.client import LAST_BACKOFF_S, InstanceWatcher
 from farfill.registry.identity import registry_context
@@ -51,14 +54,34 @@ END_S = 2.0
 FIRST_ANSWER_S = 5.0
 
 
-def gateway(config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml")) -> None:
+def gateway(
+    config: Annotated[Path, typer.Option(help="Cluster file.")] = Path("cluster.yaml"),
+    workers: Annotated[int, typer.Option(min=1, max=256, help="Processes on the one port.")] = 1,
+    process: Annotated[str, typer.Option(hidden=True)] = "0/1",
+    process_folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
     """Run the gateway."""
     loaded = load_config(config)
-    start_logging(loaded, role="gateway", site=loaded.config.gateway.site, name="gateway")
-    run_until_stopped(lambda stop: serve_gateway(loaded, stop))
+    index, _, count = process.partition("/")
+    place = Place(int(index), int(count), process_folder)
+    name = "gateway" if process_folder is None else f"gateway/{place.index}"
+    start_logging(loaded, role="gateway", site=loaded.config.gateway.site, name=name)
+    if workers > 1:
+        run_until_stopped(GatewayProcesses(loaded, workers).run)
+    else:
+        run_until_stopped(lambda stop: serve_gateway(loaded, stop, place))
 
 
-async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which of the processes on one port this is (`gateway_processes`); alone without `folder`."""
+
+    index: int = 0
+    count: int = 1
+    folder: Path | None = None
+
+
+async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event, place: Place = Place()) -> None:
     """Serve until `stop`, then let running requests end."""
     config = loaded.config
     tls = read_tls(loaded, "gateway")
@@ -74,6 +97,8 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         grace_s=config.registry.lease_s + LAST_BACKOFF_S,
     )
     store = RemoteStore(registry_url(loaded), registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster))
+    own_metrics = functools.partial(exposition, metrics.registry)
+    siblings = None if place.folder is None else Siblings(place.folder, place.index, place.count, own_metrics)
     deps = GatewayDeps(
         config=config,
         model=await asyncio.to_thread(load_tokenizer, loaded.model_dir),
@@ -89,7 +114,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         observer=metrics,
         policies=metrics.policies,
         base_dir=loaded.base_dir,
-        metrics=functools.partial(exposition, metrics.registry),
+        metrics=own_metrics if siblings is None else siblings.metrics,
         registry_away_s=lambda: watcher.stale_s,
         store=store,
     )
@@ -97,9 +122,15 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     service = runner.app[SERVICE]
     reload = functools.partial(_reload, loaded.path, service)
     admin = None
-    if config.admin is not None:
+    # One address, one process: the first has it.
+    if config.admin is not None and place.index == 0:
         admin = AdminServer(
-            loaded=loaded, config=config.admin, service=service, reload=reload, observer=metrics.access, tls=tls
+            loaded=loaded,
+            config=config.admin,
+            service=service,
+            reload=_for_all(reload, place),
+            observer=metrics.access,
+            tls=tls,
         )
 
     own = OwnCertificate(
@@ -127,8 +158,11 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event) -> None:
     lag = asyncio.create_task(watch_loop_lag(metrics.loop_lag))
     try:
         async with contextlib.AsyncExitStack() as stack:
-            for context in (watcher, store, certificates.running(), _public_server(loaded, runner, metrics)):
+            public = _public_server(loaded, runner, metrics, shared=siblings is not None)
+            for context in (watcher, store, certificates.running(), public):
                 await stack.enter_async_context(context)
+            if siblings is not None:
+                await stack.enter_async_context(siblings.listening())
             if admin is not None:
                 await stack.enter_async_context(admin.running())
             if isinstance(stop, Stop):
@@ -151,6 +185,18 @@ def _reload(path: Path, service: GatewayService) -> Reloaded:
     return service.reloader.apply(found)
 
 
+def _for_all(reload: Callable[[], Reloaded], place: Place) -> Callable[[], Reloaded]:
+    """What reloads here, and then in the other processes by way of the one that started them."""
+
+    def for_all() -> Reloaded:
+        done = reload()
+        if place.folder is not None:
+            os.kill(os.getppid(), signal.SIGHUP)
+        return done
+
+    return for_all
+
+
 def _try_reload(reload: Callable[[], Reloaded]) -> None:
     """SIGHUP."""
     try:
@@ -160,11 +206,13 @@ def _try_reload(reload: Callable[[], Reloaded]) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _public_server(loaded: LoadedConfig, runner: web.AppRunner, metrics: GatewayMetrics) -> AsyncIterator[None]:
-    """The API, with TLS if the cluster file says so; then it follows its certificate, too."""
+async def _public_server(
+    loaded: LoadedConfig, runner: web.AppRunner, metrics: GatewayMetrics, *, shared: bool
+) -> AsyncIterator[None]:
+    """The API, with TLS if the cluster file says so; then it follows its certificate, too. `shared`: with others."""
     pems, listen = read_public_tls(loaded), loaded.config.gateway.listen
     if pems is None:
-        async with http_server(runner, listen, None):
+        async with http_server(runner, listen, None, shared=shared):
             yield
         return
     checked = PublicCertificate(f"gateway.tls_cert {loaded.config.gateway.tls_cert}", time.time)
@@ -184,7 +232,7 @@ async def _public_server(loaded: LoadedConfig, runner: web.AppRunner, metrics: G
         metrics.public_certificate(checked.expires_unix_s(found[0]))
 
     watch = CertificateWatch(pems, read, use, metrics.certificates_changed)
-    async with watch.running(), http_server(runner, listen, public.context):
+    async with watch.running(), http_server(runner, listen, public.context, shared=shared):
         yield
 
 

@@ -83,8 +83,10 @@ def plain_runner(app: web.Application) -> web.AppRunner:
 
 
 @contextlib.asynccontextmanager
-async def http_server(runner: web.AppRunner, listen: str, context: ssl.SSLContext | None) -> AsyncIterator[None]:
-    """Serve at `listen`; at the end, open requests get the runner's shutdown time.
+async def http_server(
+    runner: web.AppRunner, listen: str, context: ssl.SSLContext | None, *, shared: bool = False
+) -> AsyncIterator[None]:
+    """Serve at `listen`; at the end, open requests get the runner's shutdown time. `shared`: with other processes.
 
     Raises ConfigError when the address cannot be had.
     """
@@ -92,7 +94,7 @@ async def http_server(runner: web.AppRunner, listen: str, context: ssl.SSLContex
     host, port = split_address(listen)
     try:
         try:
-            await web.TCPSite(runner, host, port, ssl_context=context).start()
+            await web.TCPSite(runner, host, port, ssl_context=context, reuse_port=shared or None).start()
         except OSError as error:
             raise ConfigError(f"cannot listen at {listen}: {os.strerror(error.errno or 0)}") from error
         log.info("listening", address=listen)

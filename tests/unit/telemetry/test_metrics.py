@@ -17,6 +17,7 @@ from farfill.gateway.observe import GatewayObserver, RequestSummary
 from farfill.policy.breaker import BreakerState
 from farfill.telemetry.loop_lag import watch_loop_lag
 from farfill.telemetry.metrics import GatewayMetrics, RegistryMetrics, WorkerMetrics, exposition
+from farfill.telemetry.metrics.processes import ProcessMetrics
 
 FAR = Instance(
     name="p1",
@@ -60,7 +61,7 @@ def test_names_units_and_labels_follow_the_rules(build):
             assert "instance" not in sample.labels
 
 
-@pytest.mark.parametrize("build", [gateway, worker, registry])
+@pytest.mark.parametrize("build", [gateway, worker, registry, lambda: ProcessMetrics(site="near")])
 def test_every_metric_is_documented(build):
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     for family in build().registry.collect():

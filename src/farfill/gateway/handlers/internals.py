@@ -5,6 +5,7 @@ On the admin API always, on the public address only where `gateway.internals` sa
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import asdict
 
 import msgspec
@@ -34,7 +35,8 @@ class InternalsHandler:
         ]
 
     async def _metrics(self, _: web.Request) -> web.Response:
-        body, content_type = self._service.deps.metrics()
+        found = self._service.deps.metrics()
+        body, content_type = await found if isinstance(found, Awaitable) else found
         return web.Response(body=body, headers={"Content-Type": content_type})
 
     async def _request_record(self, request: web.Request) -> web.Response:
