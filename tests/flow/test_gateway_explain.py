@@ -50,7 +50,7 @@ async def test_life_has_every_step_in_order_with_its_time_and_the_scores(tmp_pat
         found = await life(gateway, "far")
     assert (found["state"], found["gateway"]) == ("ok", gateway.service.name)
     assert steps(found) == [
-        "accepted", "tokenize", "hash", "queue", "placement", "dispatch", "prefill queue", "prefill", "transfer",
+        "accepted", "tokenize", "hash", "queue", "dispatch", "placement", "prefill queue", "prefill", "transfer",
         "KV arrived", "decode queue", "local prefill", "import and first token", "first token", "decode", "ended",
     ]  # fmt: skip
     timed = [step["at_s"] for step in found["steps"] if step["clock"] == "gateway" and step["at_s"] is not None]

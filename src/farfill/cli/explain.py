@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from farfill.cli.stores import DEFAULT, Config, author, when, with_store
+from farfill.cli.stores import DEFAULT, Config, author, console, when, with_store
 from farfill.core.errors import InvalidRequestError
 from farfill.registry.asks import ask_for_request
 from farfill.registry.remote import RemoteStore
@@ -59,7 +59,7 @@ def explain(
     if json:
         typer.echo(found.decode())
         return
-    show(msgspec.json.decode(found, type=_Life), Console(highlight=False, soft_wrap=True))
+    show(msgspec.json.decode(found, type=_Life), console())
 
 
 def _found(config: Path, request_id: str) -> bytes:
@@ -75,15 +75,15 @@ def _found(config: Path, request_id: str) -> bytes:
     return found
 
 
-def show(life: _Life, console: Console) -> None:
+def show(life: _Life, out: Console) -> None:
     """For people."""
     record = life.record
-    console.print(
+    out.print(
         f"request {record.request_id}: {life.state}, model {record.model}, tenant {record.tenant or '-'}, accepted"
         f" {when(record.accepted_unix_s)} by {life.gateway}"
     )
     went = record.placement or "not started"
-    console.print(
+    out.print(
         f"placed {record.placed or '-'} ({record.reason or '-'}), went {went}, fallback {record.fallback};"
         f" prompt {record.prompt_tokens} tokens, {record.cached_tokens} cached (counted on"
         f" {record.expected_hit_tokens}), {record.uncached_tokens} to compute against a threshold of"
@@ -95,12 +95,12 @@ def show(life: _Life, console: Console) -> None:
         steps.add_column(name, justify=justify, no_wrap=name != "")  # pyright: ignore[reportArgumentType]
     for step in life.steps:
         steps.add_row(_ms(step["at_s"]), _ms(step["took_s"]), step["name"], step["clock"], step["detail"])
-    console.print(steps)
+    out.print(steps)
     for ranking in life.rankings:
-        console.print(_scores(ranking))
+        out.print(_scores(ranking))
     others = [d for d in record.decisions if d["policy"] != "placement"]
     for decision in others:
-        console.print(f"{decision['policy']}: {msgspec.json.encode(decision['output']).decode()}")
+        out.print(f"{decision['policy']}: {msgspec.json.encode(decision['output']).decode()}", soft_wrap=True)
 
 
 def _scores(ranking: dict[str, Any]) -> Table:

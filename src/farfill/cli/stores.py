@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import getpass
 import socket
+import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
+from rich.console import Console
 
 from farfill.cli.run_role import registry_url
 from farfill.config.load import LoadedConfig, load_config
@@ -20,6 +22,7 @@ from farfill.registry.remote import RemoteStore
 
 Config = Annotated[Path, typer.Option(help="Cluster file. The registry is asked with the gateway's certificate.")]
 DEFAULT = Path("cluster.yaml")
+PIPED_COLUMNS = 180
 
 Result = TypeVar("Result")
 
@@ -39,6 +42,11 @@ def with_loaded_store(loaded: LoadedConfig, work: Callable[[RemoteStore], Awaita
             return await work(store)
 
     return asyncio.run(run())
+
+
+def console() -> Console:
+    """Where tables go: as wide as the terminal, wide enough for all columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else PIPED_COLUMNS)
 
 
 def author() -> str:

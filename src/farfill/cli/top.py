@@ -9,11 +9,11 @@ from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 
-from farfill.cli.stores import DEFAULT, Config, author, when, with_store
+from farfill.cli.stores import DEFAULT, Config, author, console, when, with_store
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.registry.asks import ask_for_status
 from farfill.registry.members import instance_of
@@ -41,13 +41,13 @@ def top(
     if json:
         typer.echo(msgspec.json.encode(with_store(config, snapshot)).decode())
         return
-    console = Console(highlight=False)
+    out = console()
     if once:
-        console.print(drawn(with_store(config, snapshot)))
+        out.print(drawn(with_store(config, snapshot)))
         return
 
     async def follow(store: RemoteStore) -> None:
-        with Live(console=console, screen=True, auto_refresh=False) as live:
+        with Live(console=out, screen=True, auto_refresh=False) as live:
             while True:
                 try:
                     live.update(drawn(await snapshot(store)), refresh=True)

@@ -93,10 +93,13 @@ def _steps(record: RequestRecord) -> Iterator[Step]:
     for name in ("tokenize", "hash", "queue"):
         if name in record.stages_at_s:
             yield Step(name=name, clock="gateway", at_s=record.stages_at_s[name], took_s=record.stages_s.get(name))
-    yield from _placements(record)
     dispatch_s = record.stages_at_s.get("dispatch")
     if dispatch_s is not None:
-        yield Step(name="dispatch", clock="gateway", at_s=dispatch_s, took_s=record.stages_s.get("dispatch"))
+        yield Step(
+            name="dispatch", clock="gateway", at_s=dispatch_s, took_s=record.stages_s.get("dispatch"),
+            detail="from here to the first token",
+        )  # fmt: skip
+    yield from _placements(record)
     yield from _far(record)
     yield from _near(record)
     if record.ttft_s is not None:

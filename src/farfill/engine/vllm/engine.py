@@ -149,6 +149,8 @@ class VllmEngine:
         """Start the event loop's thread."""
         self._server.line.on_message = lambda message: self._post(self._heard, message)
         self._server.line.on_end = lambda: self._post(self._line_ended)
+        if self._block_feed is not None:
+            self._block_feed.start()
         self._thread.start()
         asyncio.run_coroutine_threadsafe(self._begin(), self._loop).result()
 
@@ -157,6 +159,8 @@ class VllmEngine:
         if self._closed:
             return
         self._closed = True
+        if self._block_feed is not None:
+            self._block_feed.close()
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)

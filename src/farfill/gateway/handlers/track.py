@@ -97,7 +97,7 @@ class RequestTracker:
             record.threshold_tokens = placement.threshold_tokens
             record.tries.append(
                 TryRecord(
-                    at_s=self._clock.now_s() - self.accepted_s,
+                    at_s=self._clock.now_s() - self.accepted_s - found.took_s,
                     took_s=found.took_s,
                     decode_instance=placement.decode.name,
                     prefill_instance=record.prefill_instance,
