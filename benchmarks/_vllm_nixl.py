@@ -25,7 +25,7 @@ import psutil
 
 from _common import Figures, median, note
 
-LENGTHS = (500, 1_000, 2_000, 3_500)
+LENGTHS = (500, 1_500, 3_000)
 PEERS = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "farfill" / "bench-peers"
 _NIXL = "nixl_cu13"
 _UCX = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "lo"}
@@ -80,6 +80,7 @@ async def _measure(pairs: list[Pair], rounds: int) -> dict[tuple[str, int], list
                 try:
                     for length in LENGTHS:
                         took_s = await _first_token(session, pair, length, number)
+                        note(f"{pair.name}, {length} tokens: {took_s:.3f} s{' (warm-up)' if number < 0 else ''}")
                         if number >= 0:  # the first round warms both
                             times[pair.name, length].append(took_s)
                 finally:
