@@ -159,6 +159,7 @@ def running_plane(folder: Path) -> Iterator[KillPlane]:
             "full",
             timeout_ms=SILENCE_MS,
             overrides={
+                "gateway": {"decision_log": "decisions/{pid}.jsonl"},
                 "registry": {"listen": registry, "lease_s": LEASE_S, **section},
                 "workers": workers,
                 # Decode dials, so that each far site has a link of its own.

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -156,6 +158,25 @@ async def test_both_far_sites_without_kv(plane: KillPlane, prompts: list[Prompt]
     assert all(fallback or reason == "breaker_open" for reason, fallback in near), near
 
 
+async def test_gateway_stopped_at_once(plane: KillPlane, prompts: list[Prompt]) -> None:
+    """The second SIGTERM does not wait for streams, and tells them."""
+    name = "gateway-2"
+    async with under_load(plane, prompts) as load:
+        lives = len(plane.cluster.events(name, "listening"))
+        for event in ("stopping", "stopped_at_once"):
+            plane.cluster.signal(name, signal.SIGTERM)
+            async with asyncio.timeout(DEADLINE_S):
+                while not plane.cluster.events(name, event):
+                    await asyncio.sleep(0.01)
+        await asyncio.to_thread(plane.cluster.ended, name)
+        plane.spawn(name)
+        await plane.until_listening(name, lives + 1, DEADLINE_S)
+    assert {each.gateway for each in load.errors()} == {name}
+    for each in load.errors():
+        told = each.error in ("event gateway_stopping", "503 gateway_stopping")
+        assert told or (each.tokens == 0 and each.error.startswith("connection")), each
+
+
 async def test_way_to_one_decode_worker_cut(plane: KillPlane, prompts: list[Prompt]) -> None:
     async with under_load(plane, prompts) as load:
         cut_s = _now()
@@ -165,6 +186,20 @@ async def test_way_to_one_decode_worker_cut(plane: KillPlane, prompts: list[Prom
         finally:
             plane.decode_link.heal()
     _check_only_streams_of(load, DECODES[1], cut_s)
+
+
+def test_every_decision_of_all_that_is_made_again_identically(plane: KillPlane) -> None:
+    """By `farfill replay`, from the logs of all gateways that ran here, the killed ones' too."""
+    logs = sorted((plane.cluster.folder / "decisions").glob("*.jsonl"))
+    assert len(logs) >= len(GATEWAYS)
+    decisions = 0
+    for log in logs:
+        command = [sys.executable, "-m", "farfill.cli.main", "replay", str(log)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DEADLINE_S)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.rstrip().endswith("; 0 differ")
+        decisions += int(done.stdout.split()[0])
+    assert decisions > 200
 
 
 def _check_only_streams_of(load: Load, name: str, struck_s: float) -> None:

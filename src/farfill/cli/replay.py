@@ -52,7 +52,8 @@ def _replayed(file: Path) -> Iterator[Replayed]:
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, 1):
-                if line.strip():
+                # Without its end: the process was killed, or is still writing it.
+                if line.endswith(b"\n") and line.strip():
                     yield _again(line, f"{file}:{number}")
     except OSError as error:
         raise InvalidRequestError(f"{file}: cannot be read: {error.strerror}") from error

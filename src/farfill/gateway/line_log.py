@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import BinaryIO, Generic, Protocol, TypeVar
 
 import structlog
 
@@ -14,6 +15,7 @@ log = structlog.get_logger("farfill.gateway")
 
 MAX_WAITING = 8192
 FLUSH_LINES = 512
+MAX_LINE_BYTES = 1 << 20
 
 
 class Line(Protocol):
@@ -43,7 +45,8 @@ class LineLog(Generic[Entry]):
     def start(self) -> None:
         """Raises OSError when the file cannot be written."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.open("ab").close()
+        with self._path.open("a+b") as file:
+            _cut_to_whole_lines(file)
         self._thread.start()
 
     def add(self, entries: Sequence[Entry]) -> None:
@@ -100,3 +103,13 @@ class LineLog(Generic[Entry]):
             with self._path.open("ab") as file:
                 file.write(b"".join(lines[: max(1, count)]))
             del lines[: max(1, count)]
+
+
+def _cut_to_whole_lines(file: BinaryIO) -> None:
+    """Drop what a process that was killed left of its last line."""
+    end = file.seek(0, os.SEEK_END)
+    begin = max(0, end - MAX_LINE_BYTES)
+    file.seek(begin)
+    tail = file.read()
+    if tail and not tail.endswith(b"\n"):
+        file.truncate(begin + tail.rfind(b"\n") + 1)

@@ -46,3 +46,14 @@ def test_disk_that_fails_costs_lines_and_is_used_again_when_it_is_back(tmp_path:
     log.close()
     assert dropped == [1]
     assert (folder / "log").read_bytes() == b"2\n"
+
+
+def test_line_that_a_killed_process_left_half_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    for left, wanted in ((b"1\n2", b"1\n7\n"), (b"1\n2\n", b"1\n2\n7\n"), (b"12", b"7\n"), (b"", b"7\n")):
+        path.write_bytes(left)
+        log: LineLog[Number] = LineLog(path, 1 << 30, lambda _: None)
+        log.start()
+        log.add([Number(7)])
+        log.close()
+        assert path.read_bytes() == wanted
