@@ -11,7 +11,7 @@ from rich.console import Console
 
 from farfill.cli.progress import progress
 from farfill.core.errors import ConfigError
-from farfill.planner.trace import is_recording
+from farfill.planner.trace import is_recording, read_trace_lines
 from farfill.simulator.fit import scenario_of_recording
 from farfill.simulator.replay import DEFAULT_BOUND
 from farfill.simulator.report import draw_result, print_result
@@ -58,6 +58,7 @@ def _scenario(path: Path | None, replay: Path | None, *, seed: int | None, reque
         return read_scenario(path, seed=seed, requests=requests, replay=replay)
     if replay is None:
         raise ConfigError("SCENARIO is missing; give one, or --replay with a gateway's recording (gateway.record_file)")
+    read_trace_lines(replay)  # what is broken or empty is told as such
     if not is_recording(replay):
         raise ConfigError(
             f"{replay}: no gateway's recording, and a trace does not say how fast instances are; give a SCENARIO too"

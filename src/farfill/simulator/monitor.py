@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from farfill.core.cluster import InstanceState, Role
 from farfill.policy.rollout import GuardLimits, Share, StepAction, StepObservation, decide_step
-from farfill.policy.scaling import Group, GroupLimits, GroupLoad, Scaler, ScalingChange, ScalingLimits
+from farfill.policy.scaling import Group, GroupLimits, GroupLoad, Scaler, ScalingChange, ScalingLimits, Schedule
 from farfill.simulator.decode import DecodeServer
 from farfill.simulator.records import Samples
 from farfill.simulator.scenario_file import ScalingSection
@@ -217,4 +217,18 @@ def _scaler(section: ScalingSection) -> Scaler:
         _group(key): GroupLimits(minimum=role.minimum, maximum=role.maximum, price=role.price)
         for key, role in section.roles.items()
     }
-    return Scaler(limits, groups)
+    schedules = [
+        Schedule(
+            group=_group(given.group),
+            from_minute=_minute(given.start),
+            to_minute=_minute(given.end),
+            minimum=given.minimum,
+            maximum=given.maximum,
+        )
+        for given in section.schedules
+    ]
+    return Scaler(limits, groups, schedules)
+
+
+def _minute(clock: str) -> int:
+    return int(clock[:2]) * 60 + int(clock[3:])

@@ -161,6 +161,14 @@ class _Reader:
                 )
             if role.minimum > role.maximum:
                 raise self._refuse(("autoscale", "roles", key, "minimum"), "more than maximum", "exchange them")
+        for i, schedule in enumerate(section.schedules):
+            key = ("autoscale", "schedules", i)
+            if schedule.group not in section.roles:
+                known_groups = ", ".join(section.roles)
+                what = f"{schedule.group!r} is no group"
+                raise self._refuse((*key, "group"), what, f"there are: {known_groups}")
+            if schedule.minimum > schedule.maximum:
+                raise self._refuse((*key, "minimum"), "more than maximum", "exchange them")
         if not section.in_below < section.target < section.out_above:
             raise self._refuse(("autoscale", "target"), "not between in_below and out_above", "set all three")
 

@@ -146,12 +146,24 @@ class ScalingRole(Section):
     price: float = Field(default=1.0, ge=0, description="Of one instance for an hour.")
 
 
+_CLOCK = r"^([01]\d|2[0-3]):[0-5]\d$"
+
+
+class ScalingSchedule(Section):
+    group: str = Field(examples=["far/prefill"], description="SITE/ROLE, one of roles.")
+    start: str = Field(pattern=_CLOCK, examples=["22:00"], description="From then on; a run begins at 00:00.")
+    end: str = Field(pattern=_CLOCK, examples=["06:00"], description="Until then; the next day if that is earlier.")
+    minimum: int = Field(ge=0, examples=[4], description="Fewest instances meanwhile.")
+    maximum: int = Field(ge=0, examples=[16], description="Most instances meanwhile.")
+
+
 class ScalingSection(Section):
     roles: dict[str, ScalingRole] = Field(
         min_length=1, examples=["{near/decode: {minimum: 1, maximum: 8}}"], description="By SITE/ROLE."
     )
     period_s: float = Field(default=30.0, gt=0, description="How often is decided.")
     start_s: float = Field(default=120.0, ge=0, description="How long a new instance takes to be ready.")
+    schedules: list[ScalingSchedule] = Field(default=[], description="Other bounds by the time of day.")
     convert: list[str] = Field(default=[], description="Sites whose instances may change their role.")
     target: float = Field(default=0.7, gt=0, lt=1, description="Utilisation to size for.")
     out_above: float = Field(default=0.85, gt=0, le=1, description="Utilisation that adds instances.")

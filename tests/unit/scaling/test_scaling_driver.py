@@ -185,14 +185,14 @@ async def test_what_was_seen_decided_and_told_is_in_the_metrics(
             async with serving(f"127.0.0.1:{port}", lambda: (b"", "")):
                 pass
     for line in (
-        'farfill_autoscale_looks_total{outcome="decided"} 1.0',
-        'farfill_autoscale_looks_total{outcome="load_unknown"} 1.0',
-        'farfill_autoscale_changes_total{reason="busy",role="prefill",site="far"} 1.0',
-        'farfill_autoscale_told_total{outcome="ok",sink="webhook"} 1.0',
-        'farfill_autoscale_told_total{outcome="failed",sink="kubernetes"} 1.0',
-        'farfill_autoscale_instances{role="prefill",site="far",state="ready"} 2.0',
-        'farfill_autoscale_busy_instances{role="prefill",site="far"} 2.0',
-        "farfill_autoscale_last_decision_timestamp_seconds 7.0",
+        'farfill_autoscale_looks_total{outcome="decided",service="autoscale"} 1.0',
+        'farfill_autoscale_looks_total{outcome="load_unknown",service="autoscale"} 1.0',
+        'farfill_autoscale_changes_total{reason="busy",role="prefill",service="autoscale",site="far"} 1.0',
+        'farfill_autoscale_told_total{outcome="ok",service="autoscale",sink="webhook"} 1.0',
+        'farfill_autoscale_told_total{outcome="failed",service="autoscale",sink="kubernetes"} 1.0',
+        'farfill_autoscale_instances{role="prefill",service="autoscale",site="far",state="ready"} 2.0',
+        'farfill_autoscale_busy_instances{role="prefill",service="autoscale",site="far"} 2.0',
+        'farfill_autoscale_last_decision_timestamp_seconds{service="autoscale"} 7.0',
     ):
         assert line in text
 

@@ -174,3 +174,17 @@ def test_a_load_swing_scales_out_and_in_without_flapping(tmp_path: Path) -> None
         assert turns <= 2, f"{group} flaps: {steps}"
     counts = result.series["instances: far prefill"]
     assert max(counts) > counts[-1]
+
+
+def test_a_schedule_opens_the_far_site_for_the_night(tmp_path: Path) -> None:
+    text = SCENARIO.replace("600", "1200").replace("8000}", "8000, adapt_threshold: false}") + (
+        "traffic: {requests_per_s: 0.3}\nautoscale:\n  start_s: 30\n  cooldown_in_s: 60\n  roles:\n"
+        "    far/prefill: {minimum: 1, maximum: 2}\n"
+        "  schedules: [{group: far/prefill, start: '00:10', end: '00:40', minimum: 5, maximum: 6}]\n"
+    )
+    result = run(tmp_path, text)
+    counts = dict(zip(result.at_s, result.series["instances: far prefill"], strict=True))
+    assert max(count for at_s, count in counts.items() if at_s < 600) <= 2
+    assert min(count for at_s, count in counts.items() if 700 < at_s < 2400) >= 5
+    assert max(count for at_s, count in counts.items() if at_s > 2700) <= 2
+    assert result.finished == result.requests

@@ -24,6 +24,11 @@ from unit.simulator.scenes import SCENARIO, scene
         (SCENARIO.replace("8000}", "8000, decode_weights: {least_wrok: 1}}"), "did you mean least_work"),
         (SCENARIO + "autoscale: {roles: {far/decode: {minimum: 0, maximum: 1}}}\n", "far/decode: no such role"),
         (SCENARIO + "autoscale: {roles: {near/decode: {minimum: 2, maximum: 1}}}\n", "minimum: more than maximum"),
+        (
+            SCENARIO + "autoscale: {roles: {near/decode: {minimum: 1, maximum: 1}}, schedules: [{group: far/prefill,"
+            " start: '22:00', end: '06:00', minimum: 1, maximum: 2}]}\n",
+            "schedules.0.group: 'far/prefill' is no group; there are: near/decode",
+        ),
         (SCENARIO + "baseline: gone.json\n", "5: baseline: .*cannot be read"),
         (SCENARIO.replace("plan.yaml", "gone.yaml"), "gone.yaml: cannot be read"),
     ],

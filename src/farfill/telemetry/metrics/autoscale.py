@@ -12,7 +12,7 @@ class AutoscaleMetrics:
     """A set of its own: autoscale is one process."""
 
     def __init__(self) -> None:
-        metrics = MetricSet()
+        metrics = MetricSet(service="autoscale")
         self.registry = metrics.registry
         self._looks = metrics.counter(
             "farfill_autoscale_looks", "Looks at all groups: decided, or load_unknown.", outcome=OUTCOMES
