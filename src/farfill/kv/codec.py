@@ -1,10 +1,10 @@
 """Lossless codecs for chunks of cache bytes, and the choice among them. Pure; no state is shared.
 
-`lz4` and `zstd` cut a chunk's numbers into byte planes (`kv.codec_planes`) and compress the planes that are worth it:
-of a bfloat16 cache the exponents (about 3 of 8 bits are information), not signs and mantissas (noise). The stream is
-one little-endian uint32 length per plane, the planes (one as long as it has items is raw), and the bytes after the
-last whole item. Decoding is bounded by the raw length the receiver derived itself: no stream can make it allocate
-more.
+`lz4` shuffles the bits of the numbers before it looks for repetitions (Blosc does both). `zstd` cuts them into byte
+planes (`kv.codec_planes`) and compresses the planes that are worth it: of a bfloat16 cache the exponents (about 3 of
+8 bits are information), not signs and mantissas (noise). Its stream is one little-endian uint32 length per plane, the
+planes (one as long as it has items is raw), and the bytes after the last whole item. Decoding is bounded by the raw
+length the receiver derived itself: no stream can make it allocate more.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from struct import Struct
+from typing import Any
 
-import lz4.block  # pyright: ignore[reportMissingTypeStubs]
+import numcodecs.blosc as untyped_blosc  # pyright: ignore
 import numpy as np
 import zstandard
 
@@ -39,7 +40,16 @@ WORTH_BITS_PER_BYTE = 7.5
 # A codec must promise at least this much less time than `none`: estimates err, and CPU has other uses.
 WORTHWHILE = 0.9
 
+LZ4_LEVEL = 5
+# Small enough for the cache; also what LZ4 can look back.
+LZ4_BLOCK_BYTES = 64 * 1024
+blosc: Any = untyped_blosc  # pyright: ignore[reportUnknownVariableType]
+# One chunk is compressed by the thread that has it: others have chunks of their own.
+blosc.use_threads = False
+
 _LENGTH = Struct("<I")
+# Of Blosc's header: raw bytes, block bytes and bytes of the whole stream.
+_BLOSC_HEADER = Struct("<4xIII")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -83,13 +93,15 @@ class ChunkCodec:
         items = len(raw) // item_bytes
         if codec is Codec.NONE or not items:
             return Codec.NONE, raw
+        if codec is Codec.LZ4:
+            return self._shuffle(raw, item_bytes)
         source = np.frombuffer(raw, dtype=np.uint8)
         body = items * item_bytes
         if len(self._planes) < body:
             self._planes = np.empty(body, dtype=np.uint8)
         planes = self._planes[:body].reshape(item_bytes, items)
         self._splitter.split(source[:body], planes)
-        parts = [self._pack(codec, plane) for plane in planes]
+        parts = [self._pack(plane) for plane in planes]
         wire_bytes = item_bytes * _LENGTH.size + sum(len(part) for part in parts) + len(raw) - body
         if wire_bytes >= len(raw):
             return Codec.NONE, raw
@@ -105,6 +117,9 @@ class ChunkCodec:
             return
         if codec.lossy:
             raise _refused(f"{codec.name} is no lossless codec")
+        if codec is Codec.LZ4:
+            self._unshuffle(wire, out)
+            return
         items = len(out) // item_bytes
         view, at, planes = memoryview(wire), item_bytes * _LENGTH.size, list[Bytes]()
         if len(view) < at:
@@ -112,7 +127,7 @@ class ChunkCodec:
         for (length,) in _LENGTH.iter_unpack(view[:at]):
             if length > min(items, len(view) - at):
                 raise _refused(f"a plane of {length} bytes, {items} expected and {len(view) - at} there")
-            planes.append(self._unpack(codec, view[at : at + length], items))
+            planes.append(self._unpack(view[at : at + length], items))
             at += length
         target = np.frombuffer(out, dtype=np.uint8)
         body = items * item_bytes
@@ -121,29 +136,36 @@ class ChunkCodec:
         self._splitter.join(planes, target[:body])
         target[body:] = np.frombuffer(view[at:], dtype=np.uint8)
 
-    def _pack(self, codec: Codec, plane: Bytes) -> Buffer:
+    def _shuffle(self, raw: Buffer, item_bytes: int) -> tuple[Codec, Buffer]:
+        """`lz4` of the bits of equal weight together."""
+        packed: bytes = blosc.compress(raw, b"lz4", LZ4_LEVEL, blosc.BITSHUFFLE, LZ4_BLOCK_BYTES, item_bytes)
+        return (Codec.LZ4, packed) if len(packed) < len(raw) else (Codec.NONE, raw)
+
+    def _unshuffle(self, wire: Buffer, out: memoryview) -> None:
+        # The header says how much is read and written: it is checked before it is believed.
+        if len(wire) < blosc.MAX_OVERHEAD:
+            raise _refused(f"{len(wire)} bytes are no lz4 stream")
+        raw_bytes, _, wire_bytes = _BLOSC_HEADER.unpack_from(wire)
+        if (raw_bytes, wire_bytes) != (len(out), len(wire)):
+            raise _refused(f"lz4 stream of {wire_bytes} bytes for {raw_bytes}, {len(wire)} for {len(out)} expected")
+        try:
+            blosc.decompress(wire, out)
+        except (RuntimeError, ValueError) as error:
+            raise _refused(f"lz4: {error}") from error
+
+    def _pack(self, plane: Bytes) -> Buffer:
         if bits_per_byte(plane) > WORTH_BITS_PER_BYTE:
             return plane.data
-        packed: bytes
-        if codec is Codec.LZ4:
-            packed = bytes(lz4.block.compress(plane.data, store_size=False))  # pyright: ignore
-        else:
-            packed = self._compressor.compress(plane.data)
+        packed = self._compressor.compress(plane.data)
         return packed if len(packed) < len(plane) else plane.data
 
-    def _unpack(self, codec: Codec, packed: memoryview, items: int) -> Bytes:
+    def _unpack(self, packed: memoryview, items: int) -> Bytes:
         if len(packed) == items:
             return np.frombuffer(packed, dtype=np.uint8)
-        plane = self._lz4(packed, items) if codec is Codec.LZ4 else self._zstd(packed, items)
+        plane = self._zstd(packed, items)
         if len(plane) != items:
             raise _refused(f"a plane of {len(plane)} bytes decoded, {items} expected")
         return np.frombuffer(plane, dtype=np.uint8)
-
-    def _lz4(self, packed: memoryview, raw_bytes: int) -> bytes:
-        try:
-            return lz4.block.decompress(packed, uncompressed_size=raw_bytes)  # pyright: ignore
-        except (lz4.block.LZ4BlockError, ValueError) as error:  # pyright: ignore
-            raise _refused(f"lz4: {error}") from error
 
     def _zstd(self, packed: memoryview, raw_bytes: int) -> bytes:
         # The frame's own content size decides the allocation: it is checked before it is believed.

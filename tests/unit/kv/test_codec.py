@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import struct
 
-import lz4.block
 import numpy as np
 import pytest
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
+from numcodecs import blosc  # pyright: ignore[reportAttributeAccessIssue]
 
 from farfill.core.errors import ProtocolError
 from farfill.kv.codec import WORTHWHILE, ChunkCodec, Codec, CodecSample, choose_codec
@@ -30,13 +30,13 @@ def test_any_bytes_survive_the_round_trip(kind: Codec, raw: bytes, item_bytes: i
 
 
 @pytest.mark.parametrize("kind", PACKED)
-def test_bfloat16_caches_shrink_only_thanks_to_byte_planes(kind: Codec) -> None:
+def test_bfloat16_caches_shrink_only_thanks_to_the_width_of_their_numbers(kind: Codec) -> None:
     values = np.random.default_rng(0).standard_normal(1 << 18).astype(np.float32)
     raw = (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-    with_planes = len(codec.encode(kind, raw, 2)[1])
-    without = len(codec.encode(kind, raw, 1)[1])
-    assert with_planes < without
-    assert len(raw) / with_planes > (1.4 if kind is Codec.ZSTD else 1.15)
+    as_numbers = len(codec.encode(kind, raw, 2)[1])
+    as_bytes = len(codec.encode(kind, raw, 1)[1])
+    assert as_numbers < as_bytes
+    assert len(raw) / as_numbers > (1.4 if kind is Codec.ZSTD else 1.15)
 
 
 @pytest.mark.parametrize("item_bytes", [1, 2, 4, 8])
@@ -83,21 +83,34 @@ def stream(first: bytes, second: bytes = bytes(50), tail: bytes = b"") -> bytes:
     return struct.pack("<II", len(first), len(second)) + first + second + tail
 
 
+def shuffled(raw: bytes, **header: int) -> bytes:
+    """What `lz4` makes of `raw`, with other numbers in its header."""
+    wire = bytearray(blosc.compress(raw, b"lz4", 5, blosc.BITSHUFFLE, typesize=2))
+    for name, value in header.items():
+        struct.pack_into("<I", wire, {"raw_bytes": 4, "block_bytes": 8, "wire_bytes": 12}[name], value)
+    return bytes(wire)
+
+
 BOMBS = {
     "zstd_claims_more": (Codec.ZSTD, stream(zstandard.ZstdCompressor().compress(BOMB)[:49])),
     "zstd_claims_nothing": (
         Codec.ZSTD,
         stream(zstandard.ZstdCompressor(write_content_size=False).compress(bytes(50))),
     ),
-    "lz4_expands": (Codec.LZ4, stream(lz4.block.compress(bytes(1 << 12), store_size=False))),
+    "lz4_expands": (Codec.LZ4, shuffled(bytes(1 << 12))),
+    "lz4_claims_the_length_and_expands": (Codec.LZ4, shuffled(bytes(1 << 12), raw_bytes=100)),
+    "lz4_claims_to_be_longer_than_it_is": (Codec.LZ4, shuffled(bytes(100), wire_bytes=1 << 20)),
+    "lz4_claims_huge_blocks": (Codec.LZ4, shuffled(bytes(100), block_bytes=0xFFFFFFFF)),
+    "lz4_cut": (Codec.LZ4, shuffled(bytes(100))[:-1]),
+    "lz4_header_only": (Codec.LZ4, shuffled(bytes(100))[:12]),
     "zstd_shorter": (Codec.ZSTD, stream(zstandard.ZstdCompressor().compress(bytes(10)))),
-    "lz4_shorter": (Codec.LZ4, stream(lz4.block.compress(bytes(10), store_size=False))),
+    "lz4_shorter": (Codec.LZ4, shuffled(bytes(10))),
     "zstd_garbage": (Codec.ZSTD, stream(b"\xff" * 40)),
-    "lz4_garbage": (Codec.LZ4, stream(b"\xff" * 40)),
+    "lz4_garbage": (Codec.LZ4, b"\xff" * 60),
     "plane_too_long": (Codec.ZSTD, stream(bytes(51))),
     "plane_beyond_the_end": (Codec.ZSTD, stream(bytes(50))[:-1]),
     "bytes_after_the_planes": (Codec.ZSTD, stream(bytes(50), tail=b"x")),
-    "no_room_for_lengths": (Codec.LZ4, bytes(7)),
+    "no_room_for_lengths": (Codec.ZSTD, bytes(7)),
     "empty": (Codec.ZSTD, b""),
     "empty_planes": (Codec.ZSTD, stream(b"", b"")),
     "none_wrong_length": (Codec.NONE, bytes(99)),
@@ -120,6 +133,20 @@ def test_any_stream_decodes_to_the_length_or_is_refused(kind: Codec, wire: bytes
     with contextlib.suppress(ProtocolError):
         codec.decode_into(kind, wire, 2, memoryview(guarded)[:nbytes])
     assert not any(guarded[nbytes:])
+
+
+@given(st.data())
+def test_damaged_lz4_decodes_inside_its_place_or_is_refused(data: st.DataObject) -> None:
+    raw = np.arange(1000, dtype=np.uint16).tobytes()
+    wire = bytearray(shuffled(raw))
+    for _ in range(data.draw(st.integers(1, 4))):
+        wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
+    struct.pack_into("<I", wire, 4, len(raw))
+    struct.pack_into("<I", wire, 12, len(wire))
+    guarded = bytearray(len(raw) + 4096)
+    with contextlib.suppress(ProtocolError):
+        codec.decode_into(Codec.LZ4, wire, 2, memoryview(guarded)[: len(raw)])
+    assert not any(guarded[len(raw) :])
 
 
 SAMPLES = {
