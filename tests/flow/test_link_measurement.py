@@ -26,6 +26,7 @@ from farfill.verify.link_serve import MAX_EXPECTED, LinkServer
 from support.pki import CLUSTER, Pki, make_pki
 
 NEAR, FAR = "decode-near", "prefill-far"
+PATIENCE_S = 240.0
 
 
 @pytest.fixture
@@ -77,8 +78,10 @@ async def test_a_measurement_tells_everything_it_is_for(pki: Pki):
     assert max(rate for _, rate in report.samples) > 0
 
 
-async def test_near_side_that_dials_is_measured_all_the_same(pki: Pki):
+async def test_near_side_that_dials_is_measured_all_the_same(pki: Pki, monkeypatch: pytest.MonkeyPatch):
     """Only near opens connections, control and KV alike; one measurement after the other."""
+    # On a machine that is busy with other things an answer takes longer; that is not what is looked at here.
+    monkeypatch.setattr("farfill.verify.link_reverse.CALL_DEADLINE_S", PATIENCE_S)
     (kv_port,) = free_ports(1)
     transfer = f"{HOST}:{kv_port}"
     config = KVTransferConfig(dial="receiver")
@@ -96,13 +99,13 @@ async def test_near_side_that_dials_is_measured_all_the_same(pki: Pki):
             measuring = LinkMeasurement(
                 ends,
                 config,
-                seconds=0.5,
+                seconds=0.2,
                 connections=(1, 2),
                 report=lambda _: None,
                 near=let_in_near_side(ends, far.control, lambda _: None),
                 transfer_listen=transfer,
             )
-            report = await asyncio.wait_for(measuring.run(), 60)
+            report = await asyncio.wait_for(measuring.run(), PATIENCE_S)
             assert [step.connections for step in report.steps] == [1, 2]
             assert all(step.bits_per_s > 1e6 for step in report.steps)
             assert 0 < report.rtt_ms < 1000
