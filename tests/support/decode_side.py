@@ -1,4 +1,4 @@
-"""The decode side of a KV transfer as a process of its own: loads models, takes KV in pieces, decodes.
+"""The decode side of a KV transfer as a process of its own: loads models, takes KV in CHUNK frames, decodes.
 
 Run as a script it answers requests on stdin, each one line of JSON and then that many bytes, until stdin ends.
 `DecodeSide` is the other end of that pipe.
@@ -16,6 +16,20 @@ from types import SimpleNamespace, TracebackType
 from typing import IO, Any
 
 from blake3 import blake3
+from xxhash import xxh3_128_digest
+
+from farfill.core.layout import DTYPE_BYTES, KVLayout
+from farfill.kv.codec import ChunkCodec, Codec
+from farfill.kv.manifest import build_manifest
+from farfill.transfer.grid import ChunkGrid
+from farfill.wire.frames import (
+    FLAG_CHECKSUM,
+    HEADER_BYTES,
+    MIN_CHUNK_BYTES,
+    FrameHeader,
+    FrameType,
+    unpack_header,
+)
 
 
 class DecodeSide:
@@ -40,7 +54,7 @@ class DecodeSide:
     def decode(
         self, model: Path, chunk: int, tokens: int, kv: bytes, first: int, steps: int, position_offset: int = 0
     ) -> dict[str, Any]:
-        """Decode `steps` tokens after the `tokens` that `kv` is of (all pieces in order), beginning with `first`.
+        """Decode `steps` tokens after the `tokens` that `kv` is of (see `chunk_frames`), beginning with `first`.
 
         `position_offset` is what the prompt's images do to positions. Answers with `fingerprint`, `tokens` and
         `logits`, a digest of all logits.
@@ -79,20 +93,55 @@ def greedy(executor: Any, rows: Sequence[tuple[Any, int]], steps: int) -> tuple[
     return outputs, digest.hexdigest()
 
 
-def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
-    from farfill.kv.manifest import build_manifest
+def chunk_frames(layout: KVLayout, kv: Any) -> bytes:
+    """All of a sequence's KV as it travels between workers: encoded chunks, each behind its header."""
+    manifest, codec, frames = build_manifest(layout, kv.tokens), ChunkCodec(), []
+    grid = ChunkGrid(manifest, MIN_CHUNK_BYTES)
+    for index in range(grid.num_chunks):
+        chunk = grid.chunk(index)
+        piece = manifest.pieces[chunk.piece]
+        whole = kv.read(piece.tensor, piece.start_token, piece.end_token)
+        raw = whole[chunk.offset : chunk.offset + chunk.nbytes]
+        used, wire = codec.encode(Codec.ZSTD, raw, DTYPE_BYTES[layout.tensors[piece.tensor].dtype])
+        header = FrameHeader(
+            FrameType.CHUNK,
+            piece=chunk.piece,
+            offset=chunk.offset,
+            raw_bytes=chunk.nbytes,
+            wire_bytes=len(wire),
+            codec=used,
+            flags=FLAG_CHECKSUM,
+            checksum=xxh3_128_digest(raw),
+        )
+        frames += [header.pack(), bytes(wire)]
+    return b"".join(frames)
 
+
+def fill_from_frames(layout: KVLayout, tokens: int, kv: Any, content: memoryview) -> None:
+    """Put chunks into their places; all must be there, and right."""
+    manifest, codec, chunks = build_manifest(layout, tokens), ChunkCodec(), 0
+    grid = ChunkGrid(manifest, MIN_CHUNK_BYTES)
+    while content:
+        header, content = unpack_header(content[:HEADER_BYTES]), content[HEADER_BYTES:]
+        chunk = grid.find(header.piece, header.offset, header.raw_bytes)
+        piece = manifest.pieces[chunk.piece]
+        whole = kv.place(piece.tensor, piece.start_token, piece.end_token)
+        place = whole[chunk.offset : chunk.offset + chunk.nbytes]
+        item_bytes = DTYPE_BYTES[layout.tensors[piece.tensor].dtype]
+        codec.decode_into(Codec(header.codec), content[: header.wire_bytes], item_bytes, place)
+        assert xxh3_128_digest(place) == header.checksum, f"chunk {chunk.index} is damaged"
+        content, chunks = content[header.wire_bytes :], chunks + 1
+    assert chunks == grid.num_chunks, f"{chunks} chunks came, the cut has {grid.num_chunks}"
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes]) -> None:
     while line := requests.readline():
         request = json.loads(line)
         content = memoryview(requests.read(request["nbytes"]))
         try:
             loaded = load(Path(request["model"]), request["chunk"])
             kv = loaded.executor.allocate(request["tokens"] + request["steps"])
-            offset = 0
-            for piece in build_manifest(loaded.info.layout, request["tokens"]).pieces:
-                kv.place(piece.tensor, piece.start_token, piece.end_token)[:] = content[offset : offset + piece.nbytes]
-                offset += piece.nbytes
-            assert offset == len(content), f"{len(content)} bytes came, the layout has {offset}"
+            fill_from_frames(loaded.info.layout, request["tokens"], kv, content)
             kv.attach(request["tokens"])
             kv.media = SimpleNamespace(position_offset=request["position_offset"])
             outputs, digest = greedy(loaded.executor, [(kv, request["first"])], request["steps"])

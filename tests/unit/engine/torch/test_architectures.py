@@ -12,9 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from farfill.core.errors import ModelUnsupportedError
 from farfill.engine.executor import Capabilities
-from farfill.kv.manifest import build_manifest
 from support.architectures import ARCHITECTURES, REFUSED, make_config, save_model
-from support.decode_side import DecodeSide, greedy, load
+from support.decode_side import DecodeSide, chunk_frames, greedy, load
 
 CHUNK = 16
 # More than two windows, and an odd number of tokens in the last chunk.
@@ -67,8 +66,7 @@ def test_the_check_finds_what_the_architecture_can_do(architecture: str, loaded:
 def test_decode_in_another_process_gives_the_same_logits(loaded: Any, folder: Path, decode_side: DecodeSide) -> None:
     *tokens, last = prompt(LENGTHS[0], seed=3)
     kv = prefilled(loaded.executor, tokens, STEPS)
-    pieces = build_manifest(loaded.info.layout, len(tokens)).pieces
-    content = b"".join(kv.read(piece.tensor, piece.start_token, piece.end_token) for piece in pieces)
+    content = chunk_frames(loaded.info.layout, kv)
     here, logits = greedy(loaded.executor, [(kv, last)], STEPS)
     there = decode_side.decode(folder, CHUNK, len(tokens), content, last, STEPS)
     assert there == {"fingerprint": loaded.info.fingerprint, "tokens": here[0], "logits": logits}

@@ -15,7 +15,7 @@ from farfill.core.errors import EngineError, InvalidRequestError
 from farfill.engine.media import MediaItem, RenderedPrompt, open_image
 from farfill.engine.torch.layout import new_cache
 from farfill.kv.manifest import build_manifest
-from support.decode_side import DecodeSide, greedy, load
+from support.decode_side import DecodeSide, chunk_frames, greedy, load
 from support.vision_models import PLACEHOLDERS, TOKENS, image_file, save_model
 
 CHUNK = 16
@@ -104,7 +104,7 @@ def test_decode_in_another_process_gives_the_same_logits(
 ) -> None:
     kv = prefilled(loaded, media, prompt, STEPS)
     assert any(item.start_token // CHUNK != (item.end_token - 1) // CHUNK for item in prompt.items), "no image is cut"
-    content, last, tokens = bytes_of(loaded, kv), prompt.token_ids[-1], kv.tokens
+    content, last, tokens = chunk_frames(loaded.info.layout, kv), prompt.token_ids[-1], kv.tokens
     here, logits = greedy(loaded.executor, [(kv, last)], STEPS)
     there = decode_side.decode(folder, CHUNK, tokens, content, last, STEPS, prompt.position_offset)
     assert there == {"fingerprint": loaded.info.fingerprint, "tokens": here[0], "logits": logits}
