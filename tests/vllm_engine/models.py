@@ -31,8 +31,8 @@ _MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 32, "mamba_n_group
 _LINEAR: dict[str, Any] = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 32,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
 }
 
@@ -57,7 +57,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         position_embedding_type="rope",
     ),
     "falcon_h1": lambda: transformers.FalconH1Config(**_BASE, **_MAMBA, head_dim=32, mamba_d_ssm=256),
-    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_BASE, **_LINEAR, head_dim=32),
+    "qwen3_5": lambda: transformers.Qwen3_5TextConfig(**_BASE, **_LINEAR, head_dim=64),
 }
 
 

@@ -32,11 +32,11 @@ def worker(
     ] = None,
 ) -> None:
     """Run a worker of any role."""
-    loaded = _with_engine(load_config(config), engine, attach)
-    run_worker_named(loaded, _pick(loaded, name))
+    loaded = with_engine(load_config(config), engine, attach)
+    run_worker_named(loaded, pick(loaded, name))
 
 
-def _with_engine(loaded: LoadedConfig, engine: EngineKind | None, attach: str | None) -> LoadedConfig:
+def with_engine(loaded: LoadedConfig, engine: EngineKind | None, attach: str | None) -> LoadedConfig:
     """The cluster file with what the command line says of the engine. Raises ConfigError."""
     said: dict[str, Any] = {}
     if engine is not None:
@@ -54,7 +54,8 @@ def _with_engine(loaded: LoadedConfig, engine: EngineKind | None, attach: str | 
     return replace(loaded, config=loaded.config.model_copy(update={"engine": section}))
 
 
-def _pick(loaded: LoadedConfig, name: str | None) -> str:
+def pick(loaded: LoadedConfig, name: str | None) -> str:
+    """Which worker to run. Raises ConfigError when the file has several and none is named."""
     workers = loaded.config.workers
     if name is None and len(workers) == 1:
         return next(iter(workers))
