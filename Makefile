@@ -21,7 +21,7 @@ help:
 	@echo "make check   ruff, pyright, import-linter"
 	@echo "make fuzz    two million inputs for the parsers of bytes from the wire (ARGS=\"--runs N\")"
 	@echo "make bench   run every benchmark"
-	@echo "make bench-peers   install what the transfer benchmarks compare with (Mooncake, NIXL), in a venv of its own"
+	@echo "make bench-peers   install what benchmarks compare with (Mooncake, NIXL, vllm-router), in venvs of their own"
 	@echo "make vllm    install vLLM for CPU with Farfill beside it, in $(VENV_VLLM) (3.4 GB)"
 	@echo "make test-vllm     run the tests against the real vLLM"
 	@echo "make clean   remove $(VENV) and caches"
@@ -57,6 +57,8 @@ bench-peers:
 	$(PEERS)/bin/python -m pip install --disable-pip-version-check $(QUIET) mooncake-transfer-engine-non-cuda==0.3.13.post1 'numpy>=2,<3'
 	$(PEERS)/bin/python -m pip install --disable-pip-version-check $(QUIET) --no-deps nixl-cu13==1.5.1
 	$(PEERS)/bin/python -c 'import mooncake.engine, nixl_cu13'
+	$(PYTHON) -m venv $(PEERS)-router
+	$(PEERS)-router/bin/python -m pip install --disable-pip-version-check $(QUIET) vllm-router==0.1.17
 
 vllm: $(VENV_VLLM)/.installed
 
