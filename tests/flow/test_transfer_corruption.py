@@ -109,6 +109,8 @@ async def test_flipped_bits_are_found_and_resent(ends: Ends, compression: str) -
     assert result.complete
     assert equal
     assert result.stats.resent_chunks >= 1
+    assert len(sent.retries) == sent.resent_chunks
+    assert {retry.reason for retry in sent.retries} == {"checksum"}
     assert ends.sender_seen.counts["resent:checksum"] == ends.receiver_seen.counts["resent:checksum"] >= 1
 
 

@@ -115,6 +115,8 @@ async def test_flipped_bits_are_found_and_only_those_chunks_travel_again(cluster
         assert report is not None
         assert received.record.prefill_instance == PREFILL
         assert resent == report.resent_chunks == report.chunks // 3 > 0
+        assert len(report.retries) == min(64, report.resent_chunks)
+        assert {retry.reason for retry in report.retries} == {"checksum"}
         sender = await scraping.worker(PREFILL)
         assert sender.total("farfill_chunks_resent_total", reason="checksum") == resent
         await scraping.wait_idle(deadline_s=DEADLINE_S)
