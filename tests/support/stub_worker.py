@@ -135,6 +135,7 @@ class StubWorker:
     continued: list[tuple[str, ContinueCommand]] = field(default_factory=list)
     renders: list[RenderCommand] = field(default_factory=list)
     kept: list[KeepPrefixCommand] = field(default_factory=list)
+    events_sent: int = 0
     withdrawn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     received: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     _runner: web.AppRunner | None = None
@@ -257,6 +258,7 @@ class StubWorker:
                 break
             await response.write(encode_event(event))
             sent += 1
+            self.events_sent += 1
         await response.write_eof()
         return response
 

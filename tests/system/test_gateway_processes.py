@@ -75,7 +75,7 @@ class _Stream:
 
     def __init__(self, http: aiohttp.ClientSession, url: str, max_tokens: int) -> None:
         self.events = 0
-        self.text = b""
+        self.last = b""
         self.broken = False
         self.begun = asyncio.Event()
         self.reading = asyncio.create_task(self._read(http, url, max_tokens))
@@ -85,9 +85,8 @@ class _Stream:
         try:
             async with http.post(f"{url}/v1/completions", json=body) as answer:
                 async for line in answer.content:
-                    self.text = line or self.text
                     if line.startswith(b"data: "):
-                        self.events, self.text = self.events + 1, line
+                        self.events, self.last = self.events + 1, line.strip()
                         self.begun.set()
         except aiohttp.ClientError:
             self.broken = True
@@ -178,5 +177,5 @@ async def test_sigterm_drains_all_processes(cluster: Cluster) -> None:
         await asyncio.gather(*(stream.begun.wait() for stream in streams))
         assert await asyncio.to_thread(cluster.stop, "gateway") == 0
         await asyncio.gather(*(stream.reading for stream in streams))
-        assert [stream.text.strip() for stream in streams] == [b"data: [DONE]"] * 6
+        assert [stream.last for stream in streams] == [b"data: [DONE]"] * 6
         assert not any(stream.broken for stream in streams)
