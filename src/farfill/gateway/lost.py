@@ -11,24 +11,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol
 
 import structlog
 
 from farfill.clock import Clock
 from farfill.core.cluster import Instance
+from farfill.gateway.pipeline.place import Membership
 from farfill.gateway.workers import WorkerConnectionError
 
 log = structlog.get_logger("farfill.gateway")
 
 GRACE_LEASES = 0.5
 """For how long an instance must be missing: it may come back after a hiccup."""
-
-
-class Membership(Protocol):
-    """Who is alive, as the registry told last."""
-
-    def instances(self) -> tuple[Instance, ...]: ...
 
 
 class LostWatch:
