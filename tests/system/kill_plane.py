@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,19 +52,31 @@ class KillPlane:
         self.etcd_link = etcd_link
         self.decode_link = decode_link
         self.sites = sites
-        self._configs: dict[str, Path] = {}
+        self._changes: dict[str, dict[str, Any]] = {GATEWAYS[0]: {}}
+        self._configs: dict[str, Path] = {GATEWAYS[0]: cluster.config_path}
         for site, name in FAR.items():
             advertise = {"registry": {"advertise": sites[site].registry.address}}
             self._configs[name] = cluster.write_config(f"{name}.yaml", advertise)
         self.urls = {GATEWAYS[0]: cluster.url}
         for name, port in zip(GATEWAYS[1:], free_ports(2), strict=True):
-            self._configs[name] = cluster.write_config(f"{name}.yaml", {"gateway": {"listen": f"{HOST}:{port}"}})
+            self._changes[name] = {"gateway": {"listen": f"{HOST}:{port}"}}
+            self._configs[name] = cluster.write_config(f"{name}.yaml", self._changes[name])
             self.urls[name] = f"http://{HOST}:{port}"
 
     def spawn(self, name: str) -> None:
         """Start one process."""
         role = "gateway" if name in GATEWAYS else None
         self.cluster.spawn(name, config=self._configs.get(name), role=role)
+
+    async def reload(self, changes: dict[str, Any], deadline_s: float) -> None:
+        """Write other cluster files for the gateways, and wait until each has taken its own over."""
+        for name in GATEWAYS:
+            before = len(self.cluster.events(name, "config_reloaded"))
+            self.cluster.write_config(self._configs[name].name, {**self._changes[name], **changes})
+            self.cluster.signal(name, signal.SIGHUP)
+            async with asyncio.timeout(deadline_s):
+                while len(self.cluster.events(name, "config_reloaded")) == before:
+                    await asyncio.sleep(0.05)
 
     def start(self) -> None:
         """Everything, until all gateways know all workers."""

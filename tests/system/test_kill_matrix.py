@@ -188,6 +188,21 @@ async def test_way_to_one_decode_worker_cut(plane: KillPlane, prompts: list[Prom
     _check_only_streams_of(load, DECODES[1], cut_s)
 
 
+async def test_cluster_file_changed_under_load(plane: KillPlane, prompts: list[Prompt]) -> None:
+    async with under_load(plane, prompts) as load:
+        for threshold, wanted in ((100_000, "local"), (256, "remote")):
+            await plane.reload({"routing": {"remote_prefill_threshold_tokens": threshold}}, DEADLINE_S)
+            first = len(load.outcomes) + len(load.running)  # those may have been placed before
+            await load.until(
+                lambda _, first=first, wanted=wanted: any(
+                    each.long and each.placement == wanted for each in load.outcomes[first:]
+                ),
+                f"long prompts go {wanted}",
+                DEADLINE_S,
+            )
+    assert not load.errors()
+
+
 def test_every_decision_of_all_that_is_made_again_identically(plane: KillPlane) -> None:
     """By `farfill replay`, from the logs of all gateways that ran here, the killed ones' too."""
     logs = sorted((plane.cluster.folder / "decisions").glob("*.jsonl"))
