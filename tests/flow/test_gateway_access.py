@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import openai
 import pytest
+import structlog
 from openai import AsyncOpenAI
 
 from farfill.core.cluster import Role
@@ -177,7 +179,8 @@ async def test_openai_client_maps_refusals_to_its_exceptions(place: Place) -> No
 
 async def test_no_key_is_ever_in_the_log(place: Place) -> None:
     """Wherever a client puts it by mistake: the header, a wrong header, the query, the model, the id, the body."""
-    stream = io.StringIO()
+    stream, root = io.StringIO(), logging.getLogger()
+    handlers, level = root.handlers[:], root.level
     setup_logging("debug", "json", stream=stream)
     try:
         key, wrong = place.book.add(), new_key()[1]
@@ -197,7 +200,9 @@ async def test_no_key_is_ever_in_the_log(place: Place) -> None:
             async with http.post(base + "/v1/completions", data=text.encode(), headers=bearer):
                 pass
     finally:
-        setup_logging("info", "text", stream=io.StringIO())
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        structlog.reset_defaults()
     told = stream.getvalue()
     assert "access_refused" in told
     assert told.count('"event": "request"') >= 4

@@ -75,3 +75,12 @@ def test_secrets_never_reach_a_line(stream: io.StringIO, fmt):
     assert "[redacted]" in stream.getvalue()
     assert "queued_tokens" in stream.getvalue()
     assert "ValueError: bad key" in stream.getvalue()
+
+
+@pytest.mark.parametrize("secret", ["ff_0123456789AB_" + "s" * 49, "eyJhbGciOiJSUzI1NiJ9.eyJzdWIiOiJ4In0.c2lnbmF0dXJl"])
+def test_keys_and_tokens_are_cut_out_of_any_text(stream: io.StringIO, secret: str):
+    setup_logging("info", "json", stream=stream)
+    structlog.get_logger().info(f"model {secret!r} does not exist", error=f"x{secret}y z-{secret}.", key="0123456789AB")
+    (line,) = lines(stream)
+    assert secret[16:-1] not in stream.getvalue()
+    assert line["key"] == "0123456789AB"
