@@ -24,6 +24,7 @@ from farfill.planner.geometry import Geometry, derive_geometry
 from farfill.planner.kv_report import draw_kv, print_kv
 from farfill.planner.kv_size import REPORT_LENGTHS, KVReport, report_kv
 from farfill.planner.model_config import Json, read_model_config
+from farfill.planner.paged import vllm_geometry
 from farfill.planner.plot import check_plot_path
 from farfill.planner.problem import read_problem
 from farfill.planner.profile import Profile
@@ -46,7 +47,13 @@ def kv(
     models: Annotated[list[str], typer.Argument(metavar="MODEL…", help="config.json, its folder, or a cached hub id.")],
     *,
     kv_dtype: KvDtype = None,
-    state_dtype: Annotated[str, typer.Option(help="Type of recurrent states.")] = "float32",
+    state_dtype: Annotated[
+        str | None, typer.Option(help="Type of recurrent states; unset: float32, or vLLM's choice.")
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Whose cache: torch, the embedded engine; or vllm, in blocks.")] = "torch",
+    block_tokens: Annotated[
+        int, typer.Option(min=1, help="With --engine vllm: tokens of a block (--block-size).")
+    ] = 16,
     tp: Annotated[int, typer.Option(min=1, max=1024, help="Tensor-parallel ranks.")] = 1,
     like: Like = None,
     lengths: Annotated[str | None, typer.Option(help="Prompt lengths, with commas; unset: 1K to 1M.")] = None,
@@ -62,13 +69,17 @@ def kv(
     """How large a model's KV is at any length, and how much of it an instance makes."""
     if profile is not None and accelerator is not None:
         raise ConfigError("--profile and --accelerator contradict each other; say one of them")
+    if engine not in ("torch", "vllm"):
+        raise ConfigError(f"--engine is torch or vllm, not {engine!r}")
     if plot is not None:
         check_plot_path(plot)
     asked = REPORT_LENGTHS if lengths is None else _lengths(lengths, "--lengths")
     reports: list[KVReport] = []
     for model in models:
         config, path = read_model_config(model)
-        geometry = derive_geometry(config, kv_dtype=kv_dtype, state_dtype=state_dtype, like=like)
+        geometry = derive_geometry(config, kv_dtype=kv_dtype, state_dtype=state_dtype or "float32", like=like)
+        if engine == "vllm":
+            geometry = vllm_geometry(geometry, block_tokens, state_dtype=state_dtype)
         times = None if profile is None else read_profile(profile)
         if accelerator is not None:
             times = _estimate(config, geometry, accelerator, gpus, weight_bytes)

@@ -68,7 +68,7 @@ def kv_bytes(layout: KVLayout, tokens: float) -> float:
 
 def fixed_bytes(layout: KVLayout) -> int:
     """What does not grow any more once the prompt is longer than every window: states and full windows."""
-    return sum(t.row_bytes * max(1, t.window_tokens) for t in layout.tensors if not t.kind.grows)
+    return sum(t.row_bytes * max(1, ceil(t.window_tokens / t.row_tokens)) for t in layout.tensors if not t.kind.grows)
 
 
 def rank_bytes(layout: KVLayout, tokens: float, tensor_parallel: int) -> float:
@@ -78,9 +78,13 @@ def rank_bytes(layout: KVLayout, tokens: float, tensor_parallel: int) -> float:
 
 
 def _rows(tensor: TensorLayout, tokens: float) -> float:
-    if tensor.kind is TensorKind.WINDOW:
-        return min(tokens, tensor.window_tokens)
-    return tokens if tensor.kind.grows else 1
+    """Rows of a prompt of `tokens`; an engine that keeps blocks sends whole ones."""
+    if not tensor.kind.has_rows:
+        return 1
+    start = max(0.0, tokens - tensor.window_tokens) if tensor.kind is TensorKind.WINDOW else 0.0
+    if tensor.row_tokens == 1:
+        return tokens - start
+    return ceil(tokens / tensor.row_tokens) - start // tensor.row_tokens
 
 
 def _rank_shape(tensor: TensorLayout, ranks: int) -> tuple[int, ...]:
