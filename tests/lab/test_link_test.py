@@ -69,7 +69,7 @@ def serving(lab: Lab, config: Path, *options: str) -> Iterator[None]:
 def measure(lab: Lab, config: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return lab.run(
         "far",
-        [*FARFILL, "link", "measure", "--config", str(config), "--seconds", "0.5", *options],
+        [*FARFILL, "link", "measure", "--config", str(config), "--seconds", "1", *options],
         timeout_s=DEADLINE_S,
         check=False,
         capture_output=True,
@@ -89,7 +89,7 @@ def test_a_measured_link_is_as_it_was_set_and_a_change_is_seen(lab: Lab, tmp_pat
         assert (report["version"], report["source"], report["target"]) == (1, "prefill-far", "decode-near")
         assert 39 < report["rtt_ms"] < 80
         best = max(step["bits_per_s"] for step in report["steps"])
-        assert 60e6 < best < 115e6  # so short a step counts what fills buffers
+        assert 60e6 < best < 97e6
         assert set(report["codecs_source"]) == set(report["codecs_target"]) == {"lz4", "zstd"}
         assert len(report["samples"]) > 5
         assert plot.read_bytes().startswith(PNG)
@@ -114,7 +114,7 @@ def test_a_link_that_only_near_may_open_is_measured_too(lab: Lab, tmp_path: Path
     assert done.returncode == 0, done.stderr
     report = json.loads(baseline.read_text())
     assert 39 < report["rtt_ms"] < 80
-    assert 60e6 < report["steps"][0]["bits_per_s"] < 150e6  # so short a step counts what fills buffers
+    assert 60e6 < max(step["bits_per_s"] for step in report["steps"]) < 97e6
     assert set(report["codecs_target"]) == {"lz4", "zstd"}
 
 

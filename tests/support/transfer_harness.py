@@ -73,6 +73,9 @@ class CountingObserver:
         self.counts[f"sent:{codec}"] += 1
         self.counts[f"sent:{kind}"] += 1
 
+    def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
+        self.counts["confirmed"] += 1
+
     def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.counts[f"received:{codec}"] += 1
 

@@ -15,6 +15,10 @@ class TransferObserver(Protocol):
 
     def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None: ...
 
+    def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
+        """The receiver holds a chunk that was sent; it said so on that connection of the link."""
+        ...
+
     def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None: ...
 
     def resent(self, reason: str) -> None:
@@ -48,6 +52,9 @@ class SilentObserver:
     def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         pass
 
+    def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
+        pass
+
     def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         pass
 
@@ -79,6 +86,9 @@ class GuardedObserver:
 
     def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self._survive(self._observer.chunk_sent, raw_bytes, wire_bytes, codec, kind)
+
+    def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
+        self._survive(self._observer.chunk_confirmed, connection, wire_bytes)
 
     def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self._survive(self._observer.chunk_received, raw_bytes, wire_bytes, codec, kind)

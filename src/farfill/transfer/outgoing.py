@@ -339,8 +339,8 @@ class PushedTransfer:
         if self._generation not in (None, generation):
             self.handle(PeerFailed(FallbackReason.LINK_LOST, "the decode worker was restarted"))
 
-    def chunk_answered(self, header: FrameHeader, payload: memoryview) -> None:
-        """ACK or NACK. Raises ProtocolError when it names no chunk."""
+    def chunk_answered(self, header: FrameHeader, payload: memoryview, connection: int) -> None:
+        """ACK or NACK on `connection`. Raises ProtocolError when it names no chunk."""
         grid = self._machine.grid
         if grid is None:
             raise ProtocolError(f"{header.type.name} before ACCEPT", reason="bad_frame")
@@ -349,6 +349,8 @@ class PushedTransfer:
             with self._lock:
                 wire_bytes = self._unsettled.pop(found.index, 0)
             self._link.settled(wire_bytes, found.nbytes)
+            if wire_bytes:
+                self._observer.chunk_confirmed(connection, wire_bytes)
             self.handle(Acked(found.index))
             return
         reason = known_reason(decode_payload(ReasonPayload, payload).reason)

@@ -141,7 +141,7 @@ class SenderSession(PeerSession):
         else:
             self._for_transfer(header, payload, now_s)
 
-    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink:
+    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink | None:
         raise ProtocolError("a decode worker sends no chunks", reason="bad_frame")
 
     def closed(self, error: Exception | None) -> None:
@@ -184,7 +184,7 @@ class SenderSession(PeerSession):
                 pass  # it ended here meanwhile
             case FrameType.ACK | FrameType.NACK:
                 assert transfer is not None
-                transfer.chunk_answered(header, payload)
+                transfer.chunk_answered(header, payload, self._slot.number)
             case FrameType.ACCEPT:
                 assert transfer is not None
                 transfer.accepted(decode_payload(AcceptPayload, payload), self.peer_generation)

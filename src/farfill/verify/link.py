@@ -32,7 +32,7 @@ from farfill.transfer.sender import KVSender
 from farfill.transport.errors import IdentityError
 from farfill.transport.tls import client_context, peer_identity, server_context
 from farfill.verify.link_codecs import CodecRates, measure_here
-from farfill.verify.link_spread import rate_spread
+from farfill.verify.link_confirmed import Confirmations
 
 REPORT_VERSION = 1
 FINGERPRINT = "farfill-link-test-1"
@@ -85,7 +85,8 @@ class TicketOffer(msgspec.Struct, frozen=True, kw_only=True):
 class LinkStep(msgspec.Struct, frozen=True, kw_only=True):
     """What so many connections brought. `resent_share`: TCP segments that travelled again; `rtt_ms`: TCP's, loaded.
 
-    `spread_bits_per_s`: how much the rate swung meanwhile (see `link_spread`); None: not known, or too short to tell.
+    `bits_per_s`: what the far side confirmed. `spread_bits_per_s`: how much that swung meanwhile (see
+    `Confirmations.spread`); None: not known, or too short to tell.
     """
 
     connections: int
@@ -152,12 +153,16 @@ class _Seen(SilentObserver):
     """What the plane reports while a step runs."""
 
     def __init__(self) -> None:
+        self.confirmed = Confirmations()
         self.sent_bytes = 0
         self.resent_segments = 0
         self.rtts_s: list[float] = []
 
     def chunk_sent(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         self.sent_bytes += wire_bytes
+
+    def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
+        self.confirmed.heard(connection, wire_bytes, time.monotonic())
 
     def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
         self.resent_segments += segments_resent
@@ -256,25 +261,23 @@ class LinkMeasurement:
             server_ctx=server_context(*pems),
         )
         await sender.start()
-        sampling = asyncio.create_task(self._sample(seen))
         self._open = connections
+        start_s = time.monotonic()
         try:
             await self._find_rate(near, sender, offer, rtt_s)
             resent, sent = seen.resent_segments, seen.sent_bytes
             seen.rtts_s.clear()
             rate, spread = await self._full_rate(near, sender, offer, seen)
         finally:
-            sampling.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await sampling
             await sender.close()
+        self._sample(seen, start_s)
         segments = (seen.sent_bytes - sent) / SEGMENT_BYTES
         return LinkStep(
             connections=connections,
             bits_per_s=rate * 8,
             resent_share=(seen.resent_segments - resent) / segments if segments else 0.0,
             rtt_ms=statistics.median(seen.rtts_s) * 1e3 if seen.rtts_s else None,
-            spread_bits_per_s=spread,
+            spread_bits_per_s=None if spread is None else spread * 8,
         )
 
     async def _find_rate(self, near: NearSide, sender: KVSender, offer: LinkOffer, rtt_s: float) -> None:
@@ -291,7 +294,10 @@ class LinkMeasurement:
     async def _full_rate(
         self, near: NearSide, sender: KVSender, offer: LinkOffer, seen: _Seen
     ) -> tuple[float, float | None]:
-        """Bytes per second that left while transfers overlapped, from the first one's end on; the spread in bits/s."""
+        """Confirmed bytes per second while transfers overlapped, from the first one's end on, and their spread.
+
+        They end before the account is made: what crossed by the end of the window may be confirmed later.
+        """
         nbytes = round(min(MAX_TRANSFER_BYTES, max(MIN_TRANSFER_BYTES, self._rate_bytes_per_s * TRANSFER_S)))
         first_end, over = asyncio.Event(), asyncio.Event()
 
@@ -305,14 +311,14 @@ class LinkMeasurement:
                 for _ in range(AT_ONCE):
                     group.create_task(one_after_another())
                 await first_end.wait()
-                start_s, start_bytes = time.monotonic(), seen.sent_bytes
+                start_s = time.monotonic()
                 await asyncio.sleep(self._seconds)
                 end_s = time.monotonic()
-                rate = (seen.sent_bytes - start_bytes) / (end_s - start_s)
                 over.set()
         except* FarfillError as errors:
             raise errors.exceptions[0] from None
-        return rate, rate_spread(self._samples, start_s - self._start_s, end_s - self._start_s)
+        (rate,) = seen.confirmed.rates(start_s, end_s)
+        return rate, seen.confirmed.spread(start_s, end_s)
 
     async def _move(self, near: NearSide, sender: KVSender, offer: LinkOffer, nbytes: int) -> float:
         """One transfer of about that size; seconds from its beginning to the confirmation."""
@@ -327,13 +333,11 @@ class LinkMeasurement:
         await transfer.wait()
         return time.monotonic() - start_s
 
-    async def _sample(self, seen: _Seen) -> None:
-        before_s, before = time.monotonic(), seen.sent_bytes
-        while True:
-            await asyncio.sleep(SAMPLE_S)
-            now_s, now = time.monotonic(), seen.sent_bytes
-            self._samples.append((round(now_s - self._start_s, 3), round((now - before) * 8 / (now_s - before_s))))
-            before_s, before = now_s, now
+    def _sample(self, seen: _Seen, start_s: float) -> None:
+        count = max(1, int((time.monotonic() - start_s) / SAMPLE_S))
+        rates = seen.confirmed.rates(start_s, start_s + count * SAMPLE_S, count)
+        ends_s = (start_s - self._start_s + (number + 1) * SAMPLE_S for number in range(count))
+        self._samples += [(round(end_s, 3), round(rate * 8)) for end_s, rate in zip(ends_s, rates, strict=True)]
 
 
 class _DialledNearSide:

@@ -11,7 +11,7 @@ import msgspec
 from farfill.core.errors import ConfigError
 from farfill.verify.link import REPORT_VERSION, LinkReport
 
-# Shorter steps count what fills buffers, and see too little of how a rate swings.
+# Shorter steps see too little of how a rate swings.
 MIN_SECONDS = 2.0
 
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from farfill.core.errors import ConfigError
 from farfill.verify.link import LinkReport
 from farfill.verify.link_baseline import MIN_SECONDS, Change, check_writable
-from farfill.verify.link_spread import WINDOW_S
+from farfill.verify.link_confirmed import WINDOW_S
 
 _SMOOTHED = 5
 _NEEDS_MATPLOTLIB = "--plot needs matplotlib: pip install 'farfill[plot]'"
@@ -91,7 +91,10 @@ def draw(report: LinkReport, path: Path) -> None:
     over_time.plot(times, rates, color="0.8", linewidth=0.8, label="every 0.1 s")
     over_time.plot(times, _smooth(rates), color="tab:blue", label="mean of 0.5 s")
     over_time.set(
-        xlabel="seconds", ylabel="Mbit/s", title="sent, one step after the other", ylim=(0, 1.2 * max([1.0, *rates]))
+        xlabel="seconds",
+        ylabel="Mbit/s",
+        title="confirmed, step by step",
+        ylim=(0, 1.2 * max([1.0, *rates])),
     )
     over_time.legend(loc="upper center", ncols=2, frameon=False)
     names = [str(step.connections) for step in report.steps]

@@ -54,7 +54,7 @@ class Line:
         self.queues: list[deque[tuple[PushedTransfer, OutgoingFrame]]] = [deque() for _ in range(self.connections)]
         self.left = [0.0] * self.connections
         self.confirmed = [0] * self.connections
-        self.answers: deque[tuple[float, PushedTransfer, FrameHeader]] = deque()
+        self.answers: deque[tuple[float, PushedTransfer, FrameHeader, int]] = deque()
 
     def send(self, chunk_bytes: int) -> PushedTransfer:
         ticket = Ticket(
@@ -91,12 +91,12 @@ class Line:
             self._deliver(rate_at(self.clock.now_s()) * STEP_S)
             self.clock.advance(STEP_S)
             while self.answers and self.answers[0][0] <= self.clock.now_s():
-                _, owner, header = self.answers.popleft()
+                _, owner, header, connection = self.answers.popleft()
                 if (header.piece, header.offset) not in acknowledged:
                     acknowledged.add((header.piece, header.offset))
                     nbytes += header.raw_bytes
                 owner.chunk_answered(
-                    FrameHeader(FrameType.ACK, piece=header.piece, offset=header.offset), memoryview(b"")
+                    FrameHeader(FrameType.ACK, piece=header.piece, offset=header.offset), memoryview(b""), connection
                 )
             if step % 10 == 0:
                 for connection in range(self.connections):
@@ -133,7 +133,7 @@ class Line:
                     owner, frame = queue.popleft()
                     head: list[bytes] = []
                     frame.send(0, 64, lambda data, head=head: head.append(bytes(data)) or len(data))
-                    self.answers.append((self.clock.now_s() + RTT_S, owner, unpack_header(head[0])))
+                    self.answers.append((self.clock.now_s() + RTT_S, owner, unpack_header(head[0]), connection))
                     self.left[connection] = queue[0][1].size if queue else 0.0
 
 

@@ -163,6 +163,9 @@ class WorkerMetrics:
         """A chunk left."""
         self._count_chunk("sent", raw_bytes, wire_bytes, codec, kind)
 
+    def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
+        """The receiver has it. Not counted: it is what was sent without what was resent."""
+
     def chunk_received(self, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
         """A chunk arrived."""
         self._count_chunk("received", raw_bytes, wire_bytes, codec, kind)
