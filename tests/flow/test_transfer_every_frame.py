@@ -7,7 +7,7 @@ numbers go beyond the last frame, so that every protocol state is met, whatever 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from threading import Lock
 
@@ -31,6 +31,8 @@ from support.transfer_harness import (
 )
 
 NUM_TOKENS = 1100
+# Longest silence where the outcome may be a timeout, and where it must not be, however busy the machine is.
+SHORT_S, LONG_S = 1.0, 10.0
 # Frames of one undisturbed transfer in one direction stay below this; the test of the count says so.
 MOST_FRAMES = 44
 
@@ -45,29 +47,29 @@ async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
     assert transfer_threads() == []
 
 
-async def start(ends: Ends, tamper: Tamper, **settings: object) -> FrameRelay:
+async def start(ends: Ends, tamper: Tamper) -> FrameRelay:
     network = MemoryNetwork()
-    settings = {"connections": 2, "timeout_ms": 1000, **settings}
+    settings = config(connections=2, timeout_ms=1000)
     ends.receiver = ends.make_receiver(
-        listen="decode", transport=network.transport(ends.identity(DECODE, "decode")), config=config(**settings)
+        listen="decode", transport=network.transport(ends.identity(DECODE, "decode")), config=settings
     )
     relay = FrameRelay(network, ends.identity(PREFILL, "prefill"), tamper)
-    ends.sender = ends.make_sender(transport=relay, config=config(**settings))
+    ends.sender = ends.make_sender(transport=relay, config=settings)
     await ends.start()
     return relay
 
 
-async def move(ends: Ends) -> tuple[ReceiveResult, object]:
+async def move(ends: Ends, timeout_s: float) -> tuple[ReceiveResult, object]:
     """One transfer; what each side says. Fails when bytes are wrong or a side never ends."""
     ticket = ends.ticket(NUM_TOKENS)
     slot = BytesSlot(ends.manifest(NUM_TOKENS))
-    expected = ends.receiver.expect(ticket, slot, timeout_s=1)
-    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=1)
+    expected = ends.receiver.expect(ticket, slot, timeout_s=timeout_s)
+    outgoing = ends.sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=timeout_s)
     pieces = make_pieces(slot.manifest)
     outgoing.offer(pieces)
     outgoing.finish()
     both = asyncio.gather(expected.wait(), outgoing.wait(), return_exceptions=True)
-    result, sent = await asyncio.wait_for(both, 20)
+    result, sent = await asyncio.wait_for(both, 20 + timeout_s)
     assert isinstance(result, ReceiveResult)
     if result.complete:
         assert [bytes(data) for _, data in pieces] == [bytes(memory) for memory in slot.memory]
@@ -79,14 +81,14 @@ async def move(ends: Ends) -> tuple[ReceiveResult, object]:
     return result, sent
 
 
-async def check_once(ends: Ends, tamper: Tamper, **settings: object) -> tuple[ReceiveResult, object]:
+async def check_once(ends: Ends, tamper: Tamper, timeout_s: float = SHORT_S) -> tuple[ReceiveResult, object]:
     """A transfer with the fault, then one that nobody disturbs any more."""
     armed = [True]
-    relay = await start(ends, lambda frame: tamper(frame) if armed[0] else [frame.data], **settings)
+    relay = await start(ends, lambda frame: tamper(frame) if armed[0] else [frame.data])
     try:
-        outcome = await move(ends)
+        outcome = await move(ends, timeout_s)
         armed[0] = False
-        after, _ = await move(ends)
+        after, _ = await move(ends, LONG_S)
         assert after.complete, "a fault outlived its transfer"
     finally:
         await ends.close()
@@ -96,7 +98,7 @@ async def check_once(ends: Ends, tamper: Tamper, **settings: object) -> tuple[Re
 
 async def test_the_numbers_cover_every_frame(ends: Ends) -> None:
     relay = await start(ends, lambda frame: [frame.data])
-    result, sent = await move(ends)
+    result, sent = await move(ends, LONG_S)
     await ends.close()
     relay.close()
     assert result.complete
@@ -118,7 +120,7 @@ async def test_connection_reset_at_any_frame_is_survived(ends: Ends, direction: 
             raise CutError
         return [frame.data]
 
-    result, sent = await check_once(ends, tamper)
+    result, sent = await check_once(ends, tamper, LONG_S)
     assert result.complete
     assert not isinstance(sent, BaseException)
 
@@ -126,19 +128,15 @@ async def test_connection_reset_at_any_frame_is_survived(ends: Ends, direction: 
 @pytest.mark.parametrize("direction", [OUT, BACK])
 @pytest.mark.parametrize("number", range(1, MOST_FRAMES, 2))
 async def test_frame_cut_in_its_middle_is_survived(ends: Ends, direction: str, number: int) -> None:
-    cut: set[int] = set()
-
-    def tamper(frame: SeenFrame) -> Sequence[bytes]:
+    def tamper(frame: SeenFrame) -> Iterator[bytes]:
         if (frame.direction, frame.number) == (direction, number):
-            cut.add(number)
-            return [frame.data[: len(frame.data) // 2]]
-        if frame.direction == direction and number in cut:
-            cut.clear()
+            yield frame.data[: len(frame.data) // 2]
             raise CutError
-        return [frame.data]
+        yield frame.data
 
-    result, _ = await check_once(ends, tamper)
-    assert result.complete or result.failure in (FallbackReason.TRANSFER_TIMEOUT, FallbackReason.LINK_LOST)
+    result, sent = await check_once(ends, tamper, LONG_S)
+    assert result.complete
+    assert not isinstance(sent, BaseException)
 
 
 @pytest.mark.parametrize("direction", [OUT, BACK])
@@ -157,7 +155,7 @@ async def test_link_cut_at_any_frame_and_healed_is_survived(ends: Ends, directio
                 raise CutError
         return [frame.data]
 
-    result, sent = await check_once(ends, tamper)
+    result, sent = await check_once(ends, tamper, LONG_S)
     assert result.complete
     assert not isinstance(sent, BaseException)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import Lock, Thread
 
@@ -40,8 +40,8 @@ class CutError(Exception):
     """Raised by a tamper: this connection ends here, without a word to either side."""
 
 
-# What to pass on instead of the frame: itself, nothing, several, other bytes.
-Tamper = Callable[[SeenFrame], Sequence[bytes]]
+# What to pass on instead of the frame: itself, nothing, several, other bytes. A generator may yield, then cut.
+Tamper = Callable[[SeenFrame], Iterable[bytes]]
 
 
 class FrameRelay:
