@@ -226,12 +226,15 @@ class AcceptorSession(PeerSession):
             case _:
                 self.answered(header, now_s)
 
-    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink:
+    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink | None:
         if not self.welcomed:
             raise ProtocolError("CHUNK before HELLO", reason="bad_frame")
         transfer = self._host.transfer(self, header.transfer)
         early = bool(header.flags & FLAG_EARLY)
         if transfer is not None and (transfer.opened or not early):
+            if header.codec and not self._scratch.has_room(header.wire_bytes, self.wake, now_s):
+                self.heard(now_s)  # it is we who do not listen
+                return None
             if early:
                 return landing_or_refused(lambda: transfer.landing(header, self, self._scratch), header, self)
             return transfer.landing(header, self, self._scratch)
@@ -250,9 +253,13 @@ class AcceptorSession(PeerSession):
 
     def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
         while self._to_place:
-            chunk = self._to_place.popleft()
+            chunk = self._to_place[0]
+            sink = self.chunk(chunk.header, now_s)
+            if sink is None:
+                break
+            self._to_place.popleft()
             try:
-                chunk.pour(self.chunk(chunk.header, now_s))
+                chunk.pour(sink)
             finally:
                 self._host.early.release(self, chunk.memory)
         return super().tick(now_s, path)
@@ -267,6 +274,7 @@ class AcceptorSession(PeerSession):
     def closed(self, error: Exception | None) -> None:
         with self._lock:
             self._over = True
+            self._scratch.close()
         self._host.early.drop(self._to_place)
         self._host.early.closed(self)
         if self.welcomed:

@@ -2,15 +2,14 @@
 
 Two bounds, of the same budget. Credit: each sender may have its share of the budget unacknowledged, and waits
 otherwise; so a slow receiver slows its senders. Leases: memory for chunks that must be decoded before they go into the
-slot is taken from the budget, and a connection that finds none waits without reading; so a sender that ignores its
-credit gains nothing, and one that stalls holds its own share only.
+slot is taken from the budget, and a connection that finds none does not read until some is free; so a sender that
+ignores its credit gains nothing, and one that stalls holds its own share only.
 """
 
 from __future__ import annotations
 
-from threading import Condition
-
-from farfill.transport.errors import TransportError
+from collections.abc import Callable
+from threading import Lock
 
 
 class ReceiveBudget:
@@ -19,7 +18,8 @@ class ReceiveBudget:
     def __init__(self, total_bytes: int, chunk_bytes: int) -> None:
         self._total_bytes = total_bytes
         self._chunk_bytes = chunk_bytes
-        self._changed = Condition()
+        self._lock = Lock()
+        self._waiting: set[Callable[[], None]] = set()
         self._peers = 1
         self._leased: dict[str, int] = {}
         self._free: list[bytearray] = []
@@ -27,44 +27,53 @@ class ReceiveBudget:
 
     def share(self, peers: int) -> int:
         """Credit of each of `peers` senders, in bytes. Leases are shared alike from now on."""
-        with self._changed:
+        with self._lock:
             self._peers = max(1, peers)
-            self._changed.notify_all()
-            return self._share
+            share, waiting = self._share, self._take_waiting()
+        for retry in waiting:
+            retry()
+        return share
 
     @property
     def current_share(self) -> int:
         """What `share` told last."""
-        with self._changed:
+        with self._lock:
             return self._share
 
     @property
     def leased_bytes(self) -> int:
         """Memory in use; 0 when idle."""
-        with self._changed:
+        with self._lock:
             return sum(self._leased.values())
 
-    def lease(self, peer: str, nbytes: int, timeout_s: float) -> bytearray:
-        """Memory of at least `nbytes`, to be given back with `release`.
-
-        Waits for it, and raises TransportError (receive_budget) when none comes free within `timeout_s`.
+    def lease(self, peer: str, nbytes: int, retry: Callable[[], None] | None = None) -> bytearray | None:
+        """Memory of at least `nbytes`, to be given back with `release`. None: none is free; `retry` is called once
+        when that may have changed.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._fits(peer, nbytes), timeout_s):
-                raise TransportError(f"no memory for {nbytes} bytes came free", reason="receive_budget")
+        with self._lock:
+            if not self._fits(peer, nbytes):
+                if retry is not None:
+                    self._waiting.add(retry)
+                return None
             memory = self._recycled(nbytes) or bytearray(nbytes)
             self._leased[peer] = self._leased.get(peer, 0) + len(memory)
             return memory
 
     def release(self, peer: str, memory: bytearray) -> None:
         """The memory of one lease, once."""
-        with self._changed:
+        with self._lock:
             self._leased[peer] -= len(memory)
             if not self._leased[peer]:
                 del self._leased[peer]
             self._free.append(memory)
             self._free_bytes += len(memory)
-            self._changed.notify_all()
+            waiting = self._take_waiting()
+        for retry in waiting:
+            retry()
+
+    def _take_waiting(self) -> set[Callable[[], None]]:
+        waiting, self._waiting = self._waiting, set()
+        return waiting
 
     @property
     def _share(self) -> int:

@@ -15,7 +15,6 @@ from typing import Protocol
 
 from farfill.core.errors import ProtocolError
 from farfill.transfer.budget import ReceiveBudget
-from farfill.transport.errors import TransportError
 from farfill.transport.protocol import ChunkSink, Receive
 from farfill.wire.frames import FrameHeader, FrameType, Payload, ReasonPayload
 
@@ -185,9 +184,8 @@ class EarlyChunks:
                 return None
             if self._held.get(peer, 0) + header.wire_bytes > limit:
                 return None
-            try:
-                memory = self._budget.lease(peer, header.wire_bytes, 0.0)
-            except TransportError:
+            memory = self._budget.lease(peer, header.wire_bytes)
+            if memory is None:
                 return None
             self._held[peer] = self._held.get(peer, 0) + len(memory)
             return memory

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
@@ -57,6 +57,7 @@ from farfill.transfer.grid import Chunk, pack_bitmap
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.protocol import ReceiveResult, TransferStats
 from farfill.transfer.receiver_machine import ReceiverMachine
+from farfill.transport.errors import TransportError
 from farfill.transport.protocol import Receive
 from farfill.wire.frames import (
     FLAG_CHECKSUM,
@@ -106,7 +107,7 @@ class ReceiveOptions:
 
 
 class Scratch:
-    """What one connection's thread needs: codec contexts, room to discard, and leases of memory for encoded chunks."""
+    """What one connection needs: codec contexts, room to discard, and leases of memory for encoded chunks."""
 
     def __init__(self, budget: ReceiveBudget, peer: str, patience_s: float) -> None:
         self.codec = ChunkCodec()
@@ -114,10 +115,38 @@ class Scratch:
         self._budget = budget
         self._peer = peer
         self._patience_s = patience_s
+        self._ready: bytearray | None = None
+        self._short_since_s: float | None = None
 
-    def lease(self, nbytes: int) -> bytearray:
-        """Room for one encoded chunk. Raises TransportError when none comes free."""
-        return self._budget.lease(self._peer, nbytes, self._patience_s)
+    def has_room(self, nbytes: int, retry: Callable[[], None], now_s: float) -> bool:
+        """Whether the next `lease` of `nbytes` finds room; if not, `retry` is called when that may have changed.
+
+        Raises TransportError (receive_budget) when there was none for too long.
+        """
+        if self._ready is not None and len(self._ready) < nbytes:
+            self.release(self._ready)
+            self._ready = None
+        if self._ready is None:
+            self._ready = self._budget.lease(self._peer, nbytes, retry)
+        if self._ready is not None:
+            self._short_since_s = None
+            return True
+        if self._short_since_s is None:
+            self._short_since_s = now_s
+        if now_s - self._short_since_s >= self._patience_s:
+            raise TransportError(f"no memory for {nbytes} bytes came free", reason="receive_budget")
+        return False
+
+    def lease(self) -> bytearray:
+        """The room for one encoded chunk that `has_room` found."""
+        assert self._ready is not None
+        memory, self._ready = self._ready, None
+        return memory
+
+    def close(self) -> None:
+        """Give back what nobody leased."""
+        if self._ready is not None:
+            self.release(self.lease())
 
     def release(self, memory: bytearray) -> None:
         """It is decoded, or nobody needs it any more."""
@@ -239,7 +268,7 @@ class AwaitedTransfer:
         chunk = grid.find(header.piece, header.offset, header.raw_bytes)
         claim = next(self._claims)
         landing = Landing(self, header, chunk, claim, session=session, scratch=scratch)
-        landing.prepare()  # may wait for memory: not under the lock
+        landing.prepare()
         with self._lock:
             effects = self._machine.handle(ChunkBegun(chunk.index, claim), self._clock.now_s())
             revoked = [self._landings.get(e.claim) for e in effects if isinstance(e, RevokeClaim)]
@@ -412,9 +441,9 @@ class Landing:
         return self.header.wire_bytes - self._filled
 
     def prepare(self) -> None:
-        """Take memory for the encoded bytes. Raises TransportError when none comes free."""
+        """Take the memory for the encoded bytes, which `Scratch.has_room` has found."""
         if self.header.codec != Codec.NONE:
-            self._encoded = self._scratch.lease(self.header.wire_bytes)
+            self._encoded = self._scratch.lease()
 
     def fill(self, receive: Receive) -> int | None:
         with self._lock:

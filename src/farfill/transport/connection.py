@@ -45,6 +45,7 @@ class Connection:
         self._header = memoryview(bytearray(HEADER_BYTES))
         self._header_bytes = 0
         self._sink: ChunkSink | None = None
+        self._postponed: FrameHeader | None = None
 
     def run(self, reactor: Reactor) -> None:
         """Until either side ends it; blocks. Errors go to `session.closed`, never out of here."""
@@ -75,6 +76,11 @@ class Connection:
         return self._channel.fileno()
 
     @property
+    def wants_read(self) -> bool:
+        """See `reactor.Stepped`."""
+        return self._postponed is None
+
+    @property
     def wants_write(self) -> bool:
         """See `reactor.Stepped`."""
         return self._write_blocked or self._channel.wants_write
@@ -88,7 +94,7 @@ class Connection:
         more = self._write()
         if self._session.finishing:
             return None
-        if readable or self._channel.wants_write:
+        if readable or self._channel.wants_write or self._postponed is not None:
             more = self._read() or more
             self._channel.await_bytes(1 if self._sink is None else self._sink.remaining)
         return 0 if more else max(wait_s, MIN_WAIT_S)
@@ -126,8 +132,10 @@ class Connection:
 
     def _read(self) -> bool:
         """Receive until the channel is empty or the turn is over: whether the last is why."""
+        if self._postponed is not None:
+            self._begin(self._postponed)
         moved = 0
-        while moved < TURN_BYTES:
+        while moved < TURN_BYTES and self._postponed is None:
             if self._sink is None:
                 count = self._channel.recv_into(self._header[self._header_bytes :])
             else:
@@ -145,12 +153,13 @@ class Connection:
             if self._sink is not None and self._sink.remaining == 0:
                 sink, self._sink = self._sink, None
                 sink.complete()
-        return True
+        return self._postponed is None
 
     def _begin(self, header: FrameHeader) -> None:
         self._header_bytes = 0
         if header.type is FrameType.CHUNK:
             self._sink = self._session.chunk(header, self._clock.now_s())
+            self._postponed = header if self._sink is None else None
         else:
             self._sink = _ControlSink(header, self._session, self._clock)
 

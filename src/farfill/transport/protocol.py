@@ -190,8 +190,11 @@ class Session(Protocol):
         """Any frame but CHUNK arrived."""
         ...
 
-    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink:
-        """A CHUNK begins to arrive."""
+    def chunk(self, header: FrameHeader, now_s: float) -> ChunkSink | None:
+        """A CHUNK begins to arrive. None: there is no place for it now, nothing is read until it is asked again.
+
+        That happens when the connection is woken, or `tick` was due.
+        """
         ...
 
     def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:

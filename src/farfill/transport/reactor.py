@@ -34,6 +34,11 @@ class Stepped(Protocol):
     waker: Waker
 
     @property
+    def wants_read(self) -> bool:
+        """Whether it waits for its descriptor to be readable."""
+        ...
+
+    @property
     def wants_write(self) -> bool:
         """Whether it waits for its descriptor to be writable."""
         ...
@@ -201,10 +206,20 @@ class _Lane:
             self._again.append(member)
         member.due_s = time.monotonic() + max(wait_s, SWEEP_S)
         self._earliest_s = min(self._earliest_s, member.due_s)
-        mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if stepped.wants_write else 0)
+        mask = (selectors.EVENT_READ if stepped.wants_read else 0) | (
+            selectors.EVENT_WRITE if stepped.wants_write else 0
+        )
         if mask != member.mask:
-            member.mask = mask
-            selector.modify(stepped.fileno(), mask, member)
+            self._interest(member, selector, mask)
+
+    def _interest(self, member: _Member, selector: selectors.BaseSelector, mask: int) -> None:
+        before, member.mask = member.mask, mask
+        if not mask:
+            selector.unregister(member.stepped.fileno())
+        elif not before:
+            selector.register(member.stepped.fileno(), mask, member)
+        else:
+            selector.modify(member.stepped.fileno(), mask, member)
 
     def _part(self, member: _Member, selector: selectors.BaseSelector, error: Exception | None) -> None:
         self._members.discard(member)

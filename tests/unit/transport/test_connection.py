@@ -40,6 +40,8 @@ class Recorder:
         self.chunks: list[bytes] = []
         self.sent = 0
         self.finishing = False
+        self.room = True
+        self.asked = 0
         self.unsent_bytes = UNSENT_BYTES
         self.errors: list[Exception | None] = []
         self.violations: list[FarfillError] = []
@@ -61,8 +63,9 @@ class Recorder:
         self.threads.add(threading.get_ident())
         self.controls.append((header, bytes(payload)))
 
-    def chunk(self, header: FrameHeader, now_s: float) -> Collecting:
-        return Collecting(self, header.wire_bytes)
+    def chunk(self, header: FrameHeader, now_s: float) -> Collecting | None:
+        self.asked += 1
+        return Collecting(self, header.wire_bytes) if self.room else None
 
     def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
         return 10.0
@@ -232,6 +235,23 @@ def test_crash_in_the_session_ends_the_connection_only(pair: Pair) -> None:
     pair[0].session.queue(OutgoingFrame(encode_frame(FrameHeader(FrameType.PING))))
     eventually(lambda: all(side.session.errors for side in pair))
     assert isinstance(pair[1].session.errors[0], ZeroDivisionError)
+
+
+def test_chunk_without_a_place_is_not_read_until_there_is_one(pair: Pair) -> None:
+    sender, receiver = pair
+    receiver.session.room = False
+    data = os.urandom(5 * MIB)  # more than the sockets hold
+    sender.session.queue(chunk_frame(data))
+    sender.session.queue(OutgoingFrame(encode_frame(FrameHeader(FrameType.PING))))
+    eventually(lambda: receiver.session.asked > 0)
+    receiver.session.queue(OutgoingFrame(encode_frame(FrameHeader(FrameType.PING))))  # the other direction goes on
+    eventually(lambda: len(sender.session.controls) == 1)
+    assert sender.session.sent == 0
+    assert not receiver.session.chunks
+    receiver.session.room = True
+    receiver.waker.wake()
+    eventually(lambda: len(receiver.session.controls) == 1)
+    assert receiver.session.chunks == [data]
 
 
 def test_addresses_round_trip() -> None:

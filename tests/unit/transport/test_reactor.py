@@ -27,6 +27,7 @@ class Steps:
         self.steps: list[bool] = []
         self.threads: set[int] = set()
         self.error: Exception | None = None
+        self.wants_read = True
         self.wants_write = False
         self._inside = threading.Lock()
         self.thread = threading.Thread(target=self._run, args=(reactor,))
@@ -146,6 +147,21 @@ def test_writable_is_waited_for_only_when_wanted(make: Make) -> None:
     steps.wants_write = False
     steps.waker.wake()
     eventually(lambda: not _grows(steps))
+
+
+def test_what_arrives_waits_while_nobody_wants_to_read(make: Make) -> None:
+    steps = make()
+    steps.wants_read = False
+    steps.waker.wake()
+    eventually(lambda: len(steps.steps) == 2)
+    steps.far.send(b"x")
+    steps.waker.wake()
+    eventually(lambda: len(steps.steps) == 3)
+    assert steps.steps[1:] == [False, False]
+    assert not _grows(steps)
+    steps.wants_read = True
+    steps.waker.wake()
+    eventually(lambda: steps.steps[-1] is True)
 
 
 def _grows(steps: Steps) -> bool:
