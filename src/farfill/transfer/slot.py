@@ -1,4 +1,4 @@
-"""One connection of a pool over its whole life, on its own thread: dials, serves, dials again after a pause.
+"""One connection of a pool over its whole life: dials, has it served by the reactor, dials again after a pause.
 
 Which end dials is a matter of configuration; what is said on the connection is the pool's.
 """

@@ -1,7 +1,7 @@
 """The two kinds of channel on a TCP socket after its TLS handshake: TLS records, or sealed records.
 
-An ssl object must not be used by two threads at once, so a connection reads and writes on its one
-thread, without blocking, and waits in `poll`.
+An ssl object must not be used by two threads at once, so a connection reads and writes on one
+thread at a time, without blocking.
 """
 
 from __future__ import annotations
