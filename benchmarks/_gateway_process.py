@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import uvloop
 from aiohttp import web
 
-from farfill.cli.run_role import SHUTDOWN_TIMEOUT_S
+from farfill.cli.run_role import SHUTDOWN_TIMEOUT_S, spare_the_collector
 from farfill.config.model import ClusterConfig
 from farfill.core.cluster import Instance, InstanceState, Role
 from farfill.gateway.app import build_runner
@@ -81,8 +80,7 @@ async def serve(folder: Path, worker_port: int) -> None:
     runner = build_runner(deps, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    gc.collect()
-    gc.freeze()
+    spare_the_collector()
     print(runner.addresses[0][1], flush=True)
     await asyncio.to_thread(sys.stdin.read)
     await runner.cleanup()

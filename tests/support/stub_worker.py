@@ -136,6 +136,7 @@ class StubWorker:
     renders: list[RenderCommand] = field(default_factory=list)
     kept: list[KeepPrefixCommand] = field(default_factory=list)
     events_sent: int = 0
+    asked_from: set[tuple[str, int]] = field(default_factory=set)
     withdrawn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     received: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(0))
     _runner: web.AppRunner | None = None
@@ -221,6 +222,7 @@ class StubWorker:
     async def _decode(self, request: web.Request) -> web.StreamResponse:
         command = msgspec.msgpack.decode(await request.read(), type=DecodeCommand)
         self.decodes.append(command)
+        self.asked_from.add(request.get_extra_info("peername"))
         self.received.release()
         try:
             return await self._answer_decode(request, command)

@@ -173,7 +173,7 @@ async def test_revert_reaches_all_processes_within_a_second(cluster: Cluster) ->
 
 async def test_sigterm_drains_all_processes(cluster: Cluster) -> None:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, force_close=True)) as http:
-        streams = [_Stream(http, cluster.url, 300) for _ in range(6)]
+        streams = [_Stream(http, cluster.url, 60) for _ in range(6)]
         await asyncio.gather(*(stream.begun.wait() for stream in streams))
         assert await asyncio.to_thread(cluster.stop, "gateway") == 0
         await asyncio.gather(*(stream.reading for stream in streams))

@@ -21,7 +21,14 @@ from aiohttp import web
 
 from farfill.cli.gateway_admin import AdminServer
 from farfill.cli.gateway_processes import GatewayProcesses
-from farfill.cli.run_role import Stop, http_server, registry_url, run_until_stopped, start_logging
+from farfill.cli.run_role import (
+    Stop,
+    http_server,
+    registry_url,
+    run_until_stopped,
+    spare_the_collector,
+    start_logging,
+)
 from farfill.clock import WallClock
 from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import TlsMaterial, read_public_tls, read_ticket_signing_key, read_tls
@@ -167,6 +174,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event, place: Place 
                 await stack.enter_async_context(admin.running())
             if isinstance(stop, Stop):
                 stop.hurry = service.open_requests.end
+            spare_the_collector()
             await stop.wait()
             # Whoever is still there when draining ends hears why.
             loop.call_later(DRAIN_S - END_S, service.open_requests.end)

@@ -16,10 +16,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import structlog
 
+from farfill.cli.run_role import Stop
 from farfill.config.checks import split_address
 from farfill.config.load import LoadedConfig
 from farfill.config.processes import start_child
@@ -62,13 +64,14 @@ class GatewayProcesses:
         self._metrics = ProcessMetrics(site=loaded.config.gateway.site)
         self._folder = Path()
 
-    async def run(self, stop: asyncio.Event) -> None:
+    async def run(self, stop: Stop) -> None:
         """Until `stop`; then until all have drained. Raises ConfigError when the address cannot be had."""
         loop = asyncio.get_running_loop()
         with reserved(self._loaded.config.gateway.listen), _folder() as self._folder:
             self._tell()
             places = [_Place(i, self._start(i), loop.time()) for i in range(self._count)]
             loop.add_signal_handler(signal.SIGHUP, _send, places, signal.SIGHUP)
+            stop.hurry = partial(_send, places, signal.SIGTERM)
             while not stop.is_set():
                 for place in places:
                     self._look_after(place, loop.time())

@@ -59,11 +59,10 @@ class Conversations:
         grammar = ""
         if request is not None or output is not None:
             grammar = await self._in_thread(lambda: self._dialect.grammar(request, output, opened=opened))
-        sampling = replace(
-            await self._with_words(sampling, body),
-            grammar=grammar,
-            skip_special_tokens=sampling.skip_special_tokens and not self._dialect.shows_markers(request),
-        )
+        sampling = await self._with_words(sampling, body)
+        skips = sampling.skip_special_tokens and not self._dialect.shows_markers(request)
+        if grammar or skips != sampling.skip_special_tokens:
+            sampling = replace(sampling, grammar=grammar, skip_special_tokens=skips)
         return Conversation(
             prompt=prompt,
             sampling=sampling,

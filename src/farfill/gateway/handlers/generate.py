@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from aiohttp import web
 
@@ -167,8 +167,7 @@ class GenerateHandler:
             with tracker.stage("tokenize"):
                 prompts = await self._tokenize(body)
             tracker.prompts([len(ids) for ids in prompts.token_ids])
-            jobs = await self._jobs(prompts, caller, forced, _traceparent(request), tracker)
-            jobs = [replace(job, priority=priority, session=caller.session) for job in jobs]
+            jobs = await self._jobs(prompts, caller, priority, forced, _traceparent(request), tracker)
             renderer, include_usage = self._renderer(body, tracker, prompts)
             async with self._turn(jobs, tracker, principal) as turn:
                 with tracker.stage("dispatch"):
@@ -211,8 +210,14 @@ class GenerateHandler:
             finally:
                 spent.used = turn.used_tokens
 
-    async def _jobs(
-        self, prompts: Prompts, caller: Caller, forced: Forced | None, traceparent: str, tracker: RequestTracker
+    async def _jobs(  # noqa: PLR0917 (what `_generate` found out)
+        self,
+        prompts: Prompts,
+        caller: Caller,
+        priority: int,
+        forced: Forced | None,
+        traceparent: str,
+        tracker: RequestTracker,
     ) -> list[Job]:
         """One job a prompt, its output cut to the context. Raises when one cannot fit."""
         context = self._service.placer.context_tokens(self._model.context_tokens)
@@ -231,6 +236,8 @@ class GenerateHandler:
                     keys=keys,
                     salt=caller.salt,
                     tenant=caller.tenant,
+                    session=caller.session,
+                    priority=priority,
                     sampling=sampling,
                     forced=forced,
                     traceparent=traceparent,

@@ -47,6 +47,8 @@ def completion_sampling(body: CompletionBody, vocab_size: int) -> tuple[Sampling
 
 def with_max_tokens(sampling: SamplingParams, max_tokens: int) -> SamplingParams:
     """`sampling` with the final length limit."""
+    if sampling.max_tokens == max_tokens >= sampling.min_tokens:
+        return sampling
     return replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))
 
 
