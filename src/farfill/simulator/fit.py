@@ -15,6 +15,10 @@ from statistics import median
 
 import numpy as np
 
+from farfill.config.admission import AdmissionConfig
+from farfill.config.model import GatewayConfig
+from farfill.config.routing import RoutingConfig
+from farfill.core.cluster import PlacementReason
 from farfill.core.errors import ConfigError
 from farfill.planner.curves import Floats, QuadraticCurve
 from farfill.planner.kv_size import MeasuredKVSize
@@ -24,6 +28,9 @@ from farfill.planner.profile import DecodePoint, Profile
 from farfill.planner.trace import read_recording, read_trace_lines
 from farfill.simulator.scenario import NEVER, Scenario
 from farfill.simulator.scenario_file import (
+    AdmissionSection,
+    BreakerSection,
+    BudgetSection,
     CacheSection,
     EngineShape,
     FleetSection,
@@ -36,11 +43,15 @@ LEAST_REQUESTS = 8
 _UNKNOWN_LINK_BYTES_PER_S = 125e6
 _MONITOR_S = 0.5
 _UNLIMITED_S = 1e6
+_UNLIMITED = 1e12
 
 
 def scenario_of_recording(path: Path) -> Scenario:
     """Everything from the file. Raises TraceError for broken lines, ConfigError when it says too little."""
-    recorded, lines = read_recording(path), read_trace_lines(path)
+    # Who was turned away loaded nothing.
+    both = zip(read_recording(path), read_trace_lines(path), strict=True)
+    ran = [(r, line) for r, line in both if r.outcome == "ok" or r.placement]
+    recorded, lines = [r for r, _ in ran], [line for _, line in ran]
     served = [r for r in recorded if r.outcome == "ok" and r.prefill is not None and r.ttft_s is not None]
     if len(served) < LEAST_REQUESTS:
         raise ConfigError(
@@ -65,7 +76,7 @@ def scenario_of_recording(path: Path) -> Scenario:
             pieces_per_chunk=_pieces(served, chunk_tokens),
         ),
         caches=_caches(served, sizes),
-        policies=PoliciesSection(adapt_threshold=served[-1].adaptive),
+        policies=_policies(recorded),
     )
     return Scenario(
         name=path.stem,
@@ -82,6 +93,36 @@ def scenario_of_recording(path: Path) -> Scenario:
         output=None,
         trace=tuple(lines),
         recorded=tuple(recorded),
+    )
+
+
+def _policies(recorded: Sequence[RecordedRequest]) -> PoliciesSection:
+    """As a cluster file sets them that says nothing of them; but where no breaker was open when it was recorded, none
+    opens for slowness now: the simulated latency is what is in question."""
+    opened = any(r.reason == str(PlacementReason.BREAKER_OPEN) for r in recorded)
+    routing, gateway, admission = RoutingConfig(), GatewayConfig(site="near"), AdmissionConfig()
+    breaker, budget = routing.circuit_breaker, routing.fallback_budget
+    return PoliciesSection(
+        adapt_threshold=recorded[-1].adaptive,
+        research_period_s=routing.threshold_period_s,
+        utilisation_limit=routing.link_utilisation_limit,
+        breaker=BreakerSection(
+            error_rate_limit=breaker.error_rate_limit,
+            latency_p99_limit_ms=breaker.latency_p99_limit_ms if opened else _UNLIMITED,
+            window_s=breaker.window_s,
+            min_requests=breaker.min_requests,
+            open_s=breaker.open_s,
+        ),
+        fallback_budget=BudgetSection(
+            tokens_per_s=budget.tokens_per_s or _UNLIMITED,
+            max_concurrent=budget.max_concurrent,
+            itl_limit_ms=budget.itl_limit_ms or _UNLIMITED,
+        ),
+        admission=AdmissionSection(
+            max_running=gateway.max_concurrent_requests,
+            max_waiting=admission.max_queue,
+            deadline_s=admission.queue_timeout_s,
+        ),
     )
 
 
