@@ -23,7 +23,7 @@ from support.etcd import EtcdServer
 GATEWAYS = ("gateway", "gateway-1", "gateway-2")
 DECODES = (DECODE, "decode-two")
 FAR = {"far": PREFILL, "other": "prefill-other"}
-LEASE_S = 2.0
+LEASE_S = 3.0
 SILENCE_MS = 1_500
 
 
@@ -90,18 +90,6 @@ class KillPlane:
         async with aiohttp.ClientSession() as http, http.get(f"{self.cluster.url}/v1/farfill/instances") as answer:
             instances = (await answer.json())["instances"]
         return next((i["generation"] for i in instances if i["name"] == name and i["state"] == "ready"), "")
-
-    async def until_gone(self, name: str, deadline_s: float) -> None:
-        """Until the first gateway knows `name` as ready no more."""
-        async with asyncio.timeout(deadline_s):
-            while await self.known(name):
-                await asyncio.sleep(0.05)
-
-    async def until_known(self, name: str, former: str, deadline_s: float) -> None:
-        """Until it knows another life of `name` than `former`."""
-        async with asyncio.timeout(deadline_s):
-            while await self.known(name) in ("", former):
-                await asyncio.sleep(0.05)
 
     async def until_listening(self, name: str, lives: int, deadline_s: float) -> None:
         """Until so many lives of `name` have opened their ports."""

@@ -44,6 +44,7 @@ async def under_load(plane: KillPlane, prompts: list[Prompt]) -> AsyncIterator[L
     await plane.check_nothing_left(DEADLINE_S)
     slowest_s = max(each.ended_s - each.began_s for each in load.outcomes)
     print(f"{len(load.outcomes)} requests, {len(load.errors())} errors, the slowest took {slowest_s:.2f} s")
+    print(Counter((each.error, each.decode) for each in load.errors()))
 
 
 def _all_serve(outcomes: list[Outcome]) -> bool:
@@ -53,10 +54,6 @@ def _all_serve(outcomes: list[Outcome]) -> bool:
         and {each.decode for each in good} == set(DECODES)
         and {each.prefill for each in good if each.placement == "remote"} == set(FAR.values())
     )
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 async def test_gateway_killed(plane: KillPlane, prompts: list[Prompt]) -> None:
@@ -74,11 +71,11 @@ async def test_gateway_killed(plane: KillPlane, prompts: list[Prompt]) -> None:
 @pytest.mark.parametrize("name", [PREFILL, DECODES[0]])
 async def test_worker_killed(plane: KillPlane, prompts: list[Prompt], name: str) -> None:
     async with under_load(plane, prompts) as load:
-        former, killed_s = await plane.known(name), _now()
+        former, killed_s = await plane.known(name), load.now_s()
         plane.cluster.kill(name)
-        await plane.until_gone(name, RECOVERY_S)
+        await _until_gone(plane, load, name)
         plane.spawn(name)
-        await plane.until_known(name, former, DEADLINE_S)
+        await load.until(lambda _: _is_another(plane, name, former), "a new life is known", DEADLINE_S)
         took_s = await load.until(
             lambda seen: any(name in (o.decode, o.prefill) for o in seen), "it serves", RECOVERY_S
         )
@@ -90,10 +87,10 @@ async def test_decode_frozen(plane: KillPlane, prompts: list[Prompt]) -> None:
     """A host without power says nothing: its streams end all the same."""
     name = DECODES[0]
     async with under_load(plane, prompts) as load:
-        frozen_s = _now()
+        frozen_s = load.now_s()
         plane.cluster.signal(name, signal.SIGSTOP)
         try:
-            await plane.until_gone(name, RECOVERY_S)
+            await _until_gone(plane, load, name)
             await load.until(lambda _: load.oldest_s() > frozen_s, "all that ran have ended", RECOVERY_S)
         finally:
             plane.cluster.signal(name, signal.SIGCONT)
@@ -104,16 +101,16 @@ async def test_decode_frozen(plane: KillPlane, prompts: list[Prompt]) -> None:
 async def test_state_killed(plane: KillPlane, prompts: list[Prompt], name: str) -> None:
     async with under_load(plane, prompts) as load:
         await asyncio.to_thread(plane.etcd.kill if name == "etcd" else lambda: plane.cluster.kill(name))
-        await _until_registry(plane, "away", DEADLINE_S)
+        await _until_registry(plane, load, "away", DEADLINE_S)
         await _served_for(load, 1.5 * LEASE_S, "all serve from what they know, though nobody could renew")
         if name == "etcd":
             await asyncio.to_thread(plane.etcd.start)
         else:
             plane.spawn(name)
             await plane.until_listening(name, 2, DEADLINE_S)
-        back_s = _now()
-        await _until_registry(plane, "ok", RECOVERY_S)
-        print(f"{name}: all gateways hear of it {_now() - back_s:.2f} s after it is back")
+        back_s = load.now_s()
+        await _until_registry(plane, load, "ok", RECOVERY_S)
+        print(f"{name}: all gateways hear of it {load.now_s() - back_s:.2f} s after it is back")
     assert not load.errors()
 
 
@@ -133,7 +130,7 @@ async def test_link_cut(plane: KillPlane, prompts: list[Prompt], link: str) -> N
             for relay in cut:
                 (relay.blackhole if link in ("all", "etcd") else relay.cut)()
             if site.registry in cut:
-                await plane.until_gone(PREFILL, RECOVERY_S)
+                await _until_gone(plane, load, PREFILL)
             await _served_for(load, 1.5 * LEASE_S, "others prefill")
         finally:
             for relay in cut:
@@ -179,7 +176,7 @@ async def test_gateway_stopped_at_once(plane: KillPlane, prompts: list[Prompt]) 
 
 async def test_way_to_one_decode_worker_cut(plane: KillPlane, prompts: list[Prompt]) -> None:
     async with under_load(plane, prompts) as load:
-        cut_s = _now()
+        cut_s = load.now_s()
         try:
             plane.decode_link.cut()
             await load.until(lambda seen: sum(o.decode == DECODES[0] for o in seen) >= 6, "the other", DEADLINE_S)
@@ -228,17 +225,29 @@ def _check_only_streams_of(load: Load, name: str, struck_s: float) -> None:
 
 async def _served_for(load: Load, seconds: float, what: str) -> None:
     """Everybody answers, and some long prompts go far, for so long."""
-    end_s = _now() + seconds
+    end_s = load.now_s() + seconds
 
     def served(seen: list[Outcome]) -> bool:
         good = [each for each in seen if not each.error]
         far = sum(each.placement == "remote" for each in good)
-        return _now() > end_s and {each.gateway for each in good} == set(GATEWAYS) and far >= 3
+        return load.now_s() > end_s and {each.gateway for each in good} == set(GATEWAYS) and far >= 3
 
     await load.until(served, what, DEADLINE_S)
 
 
-async def _until_registry(plane: KillPlane, wanted: str, deadline_s: float) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not all(state.startswith(wanted) for state in (await plane.registry_state()).values()):
-            await asyncio.sleep(0.05)
+async def _until_registry(plane: KillPlane, load: Load, wanted: str, deadline_s: float) -> None:
+    async def told() -> bool:
+        return all(state.startswith(wanted) for state in (await plane.registry_state()).values())
+
+    await load.until(lambda _: told(), f"all gateways say that the registry is {wanted}", deadline_s)
+
+
+async def _until_gone(plane: KillPlane, load: Load, name: str) -> None:
+    async def gone() -> bool:
+        return not await plane.known(name)
+
+    await load.until(lambda _: gone(), f"{name} has left", RECOVERY_S)
+
+
+async def _is_another(plane: KillPlane, name: str, former: str) -> bool:
+    return await plane.known(name) not in ("", former)
