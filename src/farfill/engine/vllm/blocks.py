@@ -141,11 +141,16 @@ def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, 
         num_blocks=kv_cache_config.num_blocks,
         max_model_len=vllm_config.model_config.max_model_len,
         tensors=tensors,
-        model=str(vllm_config.model_config.model),
+        model=_full_path(str(vllm_config.model_config.model)),
         kv_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
         prioritizes=vllm_config.scheduler_config.policy == "priority",
         grammar_backend=str(vllm_config.structured_outputs_config.backend),
     )
+
+
+def _full_path(model: str) -> str:
+    """Relative paths are this process's."""
+    return os.path.realpath(model) if os.path.isdir(model) else model
 
 
 def _layers(kv_cache_config: Any) -> Iterator[tuple[str, Any]]:
