@@ -10,6 +10,7 @@ had ended already was fatal.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import urllib.error
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,8 +42,14 @@ from farfill.verify.prompts import load_corpus
 PROMPT = TEXT[:500]
 
 
+def _fetched(params: dict[str, Any]) -> dict[str, Any]:
+    """`params`, whose KV nobody holds any more."""
+    answer_of(front(DECODE), asked(PROMPT, kv_transfer_params=params, cache_salt="first", max_tokens=1))
+    return params
+
+
 def _unknown() -> dict[str, Any]:
-    return spoilt(held(PROMPT), transfer_id="f" * 32)
+    return spoilt(_fetched(held(PROMPT)), transfer_id="f" * 32)
 
 
 def _out_of_range() -> dict[str, Any]:
@@ -51,9 +58,7 @@ def _out_of_range() -> dict[str, Any]:
 
 
 def _used_up() -> dict[str, Any]:
-    params = held(PROMPT)
-    answer_of(front(DECODE), asked(PROMPT, kv_transfer_params=params, cache_salt="first"))
-    return params
+    return _fetched(held(PROMPT))
 
 
 def _old() -> dict[str, Any]:
@@ -98,46 +103,9 @@ def test_52234_a_reference_that_is_wrong_never_changes_the_answer(
 )
 def test_52234_what_cannot_be_fetched_is_computed(cluster: Cluster, change: dict[str, Any], reason: str) -> None:
     expected = answer_of(front(DECODE), asked(PROMPT, cache_salt="near"))
-    params = spoilt(held(PROMPT), **change)
+    params = spoilt(_fetched(held(PROMPT)), transfer_id=secrets.token_hex(16), **change)
     assert answer_of(front(DECODE), asked(PROMPT, kv_transfer_params=params, cache_salt=reason)) == expected
     assert cluster.events(DECODE, "fallback")[-1]["reason"] == reason
-
-
-async def test_41269_a_request_that_decode_refuses_frees_what_prefill_holds(cluster: Cluster) -> None:
-    body = asked(PROMPT, kv_transfer_params=await asyncio.to_thread(held, PROMPT), temperature=-1)
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        await asyncio.to_thread(post, f"{front(DECODE)}/v1/completions", body)
-    assert caught.value.code == 400
-    await _assert_nothing_is_held(cluster)
-
-
-async def test_46283_a_request_that_both_sides_lose_leaves_nothing(cluster: Cluster) -> None:
-    """The client goes while KV is on its way, and so does prefill's part."""
-    async with openai.AsyncOpenAI(base_url=f"{front(DECODE)}/v1", api_key="none", max_retries=0) as client:
-        for turn in range(8):
-            params = await asyncio.to_thread(held, TEXT[turn : turn + 1500])
-            asking = asyncio.create_task(
-                client.completions.create(
-                    model="tiny",
-                    prompt=TEXT[turn : turn + 1500],
-                    max_tokens=500,
-                    extra_body={"kv_transfer_params": params},
-                )
-            )
-            done, _ = await asyncio.wait([asking], timeout=0.01 * turn)
-            assert not done
-            asking.cancel()
-            await asyncio.wait([asking])
-    await _assert_nothing_is_held(cluster)
-
-
-async def _assert_nothing_is_held(cluster: Cluster) -> None:
-    """By both workers' own count; what decode never asked for goes after `kv_transfer.timeout_ms`."""
-    async with cluster.tools() as (_, scraping):
-        for name in (PREFILL, DECODE):
-            async with asyncio.timeout(40):
-                while (await scraping.worker(name)).total("farfill_kv_used_bytes"):
-                    await asyncio.sleep(0.2)
 
 
 async def test_49238_either_side_comes_back_under_load(cluster: Cluster) -> None:
@@ -195,6 +163,43 @@ class _Load:
                 self.wrong.append(answer)
             self.right += 1
             self.far += answer.placement == "remote"
+
+
+async def test_41269_a_request_that_decode_refuses_frees_what_prefill_holds(cluster: Cluster) -> None:
+    body = asked(PROMPT, kv_transfer_params=await asyncio.to_thread(held, PROMPT), temperature=-1)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        await asyncio.to_thread(post, f"{front(DECODE)}/v1/completions", body)
+    assert caught.value.code == 400
+    await _assert_nothing_is_held(cluster)
+
+
+async def test_46283_a_request_that_both_sides_lose_leaves_nothing(cluster: Cluster) -> None:
+    """The client goes while KV is on its way, and so does prefill's part."""
+    async with openai.AsyncOpenAI(base_url=f"{front(DECODE)}/v1", api_key="none", max_retries=0) as client:
+        for turn in range(8):
+            params = await asyncio.to_thread(held, TEXT[turn : turn + 1500])
+            asking = asyncio.create_task(
+                client.completions.create(
+                    model="tiny",
+                    prompt=TEXT[turn : turn + 1500],
+                    max_tokens=500,
+                    extra_body={"kv_transfer_params": params},
+                )
+            )
+            done, _ = await asyncio.wait([asking], timeout=0.01 * turn)
+            assert not done
+            asking.cancel()
+            await asyncio.wait([asking])
+    await _assert_nothing_is_held(cluster)
+
+
+async def _assert_nothing_is_held(cluster: Cluster) -> None:
+    """By both workers' own count; what decode never asked for goes after `kv_transfer.timeout_ms`."""
+    async with cluster.tools() as (_, scraping):
+        for name in (PREFILL, DECODE):
+            async with asyncio.timeout(40):
+                while (await scraping.worker(name)).total("farfill_kv_used_bytes"):
+                    await asyncio.sleep(0.2)
 
 
 @pytest.mark.parametrize("pair", ["llama", "granite"], indirect=True)
