@@ -115,6 +115,10 @@ class Cluster:
         self._children[name].signal(signal.SIGTERM)
         return self._stopped(name)
 
+    def alive(self) -> set[str]:
+        """Members whose processes run."""
+        return {name for name, child in self._children.items() if child.exit_code is None}
+
     def ended(self, name: str) -> int | None:
         """Exit status of a member that ends by itself (that of SIGKILL when it did not in time)."""
         return self._stopped(name)

@@ -125,12 +125,23 @@ class WorkerConnections:
     async def reach(self, endpoint: Endpoint) -> bool:
         """Whether a connection can be made now; it is kept for the next request."""
         try:
-            connection = await self._connect(endpoint)
+            await self._open(endpoint)
         except UnreachedError:
             return False
+        return True
+
+    async def gone(self, endpoint: Endpoint) -> bool:
+        """Whether nobody is there any more, by word of its host: neither one that answers nor silence."""
+        try:
+            await self._open(endpoint)
+        except UnreachedError as error:
+            return not error.timed_out
+        return False
+
+    async def _open(self, endpoint: Endpoint) -> None:
+        connection = await self._connect(endpoint)
         connection.idle_since_s = asyncio.get_running_loop().time()
         self.ended(connection, reusable=True)
-        return True
 
     async def _connect(self, endpoint: Endpoint) -> _Connection:
         loop = asyncio.get_running_loop()

@@ -156,6 +156,10 @@ class WorkerClient:
         """Whether a connection can be made to it now."""
         return await self._connections.reach(self._endpoint(instance))
 
+    async def gone(self, instance: Instance) -> bool:
+        """Whether its process is no more; False also when nothing at all is heard from there."""
+        return await self._connections.gone(self._endpoint(instance))
+
     async def decode(self, instance: Instance, command: DecodeCommand) -> DecodeStream:
         """Start a generation; returns when the worker committed to it (its first token is there)."""
         response = await self._send(instance, "/v1/decode", command)

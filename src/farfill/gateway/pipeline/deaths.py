@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from farfill.config.checks import split_address
 from farfill.core.cluster import Instance
 from farfill.core.errors import FarfillError
 from farfill.gateway.errors import PoisonousRequestError
 from farfill.gateway.observe import GatewayObserver
-from farfill.gateway.workers import WorkerAnswerError, WorkerConnectionError
+from farfill.gateway.workers import WorkerAnswerError, WorkerClient, WorkerConnectionError
 
 log = structlog.get_logger("farfill.gateway")
 
@@ -44,9 +43,11 @@ class Deaths:
             "again (routing.max_deaths_per_request)"
         )
 
-    async def note(self, request_id: str, instance: Instance, error: FarfillError, observer: GatewayObserver) -> None:
+    async def note(
+        self, request_id: str, instance: Instance, error: FarfillError, client: WorkerClient, observer: GatewayObserver
+    ) -> None:
         """`error` ended the work of `instance`; look whether it died."""
-        if not await has_died(instance, error):
+        if not await has_died(instance, error, client):
             return
         self.died.append(instance.name)
         observer.instance_died(instance, over=self.over)
@@ -61,21 +62,14 @@ class Deaths:
         )
 
 
-async def has_died(instance: Instance, error: FarfillError) -> bool:
+async def has_died(instance: Instance, error: FarfillError, client: WorkerClient) -> bool:
     """Whether `instance` died rather than just could not be heard any more."""
     if isinstance(error, WorkerAnswerError):
         return error.reason in ENGINE_DEAD
     if not isinstance(error, WorkerConnectionError) or not error.reached:
         return False
-    host, port = split_address(instance.url.partition("://")[2])
-    try:
+    # A whole handshake: the kernel takes connections for a process that is just dying.
+    with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(KNOCK_S):
-            _, writer = await asyncio.open_connection(host, port)
-    except ConnectionRefusedError:
-        return True
-    except (OSError, TimeoutError):
-        return False
-    writer.close()
-    with contextlib.suppress(OSError):
-        await writer.wait_closed()
+            return await client.gone(instance)
     return False

@@ -99,7 +99,7 @@ class Dispatcher:
 
     async def _note_death(self, job: Job, plan: Plan, error: FarfillError) -> None:
         """Raises PoisonousRequestError when decode was one instance too many to die of this prompt."""
-        await job.deaths.note(job.request_id, plan.placement.decode, error, self.observer)
+        await job.deaths.note(job.request_id, plan.placement.decode, error, self.client, self.observer)
         if job.deaths.over:
             raise job.deaths.error() from error
 

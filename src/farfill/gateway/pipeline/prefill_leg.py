@@ -99,7 +99,8 @@ class PrefillLeg:
         """Whether so many instances died of this prompt that nobody else may try it, near or far."""
         deaths = self._job.deaths
         if failure.error is not None:
-            await deaths.note(self._job.request_id, self._attempt.prefill, failure.error, self._ctx.observer)
+            prefill, ctx = self._attempt.prefill, self._ctx
+            await deaths.note(self._job.request_id, prefill, failure.error, ctx.client, ctx.observer)
         if deaths.over:
             self.refused.set_result(deaths.error())
         return deaths.over
