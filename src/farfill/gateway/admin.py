@@ -25,6 +25,7 @@ from farfill.gateway.service import GatewayService
 log = structlog.get_logger("farfill.gateway")
 
 MAX_BODY_BYTES = 1 << 20
+READING = frozenset({"GET", "HEAD"})
 
 Identify = Callable[[web.Request], Awaitable[Admin]]
 """Who asks. Raises a FarfillError when nobody who may, or when the right to change is missing."""
@@ -54,7 +55,7 @@ def build_admin_app(service: GatewayService, parts: AdminParts, identify: Identi
             response = await handler(request)
         except ConfigError as error:  # of a file the caller had read again
             raise InvalidRequestError(str(error), reason=error.reason) from error
-        if request.method != "GET":
+        if request.method not in READING:
             log.info(
                 "admin_change",
                 who=request[ADMIN].name,

@@ -12,12 +12,11 @@ from farfill.core.errors import FarfillError
 from farfill.gateway.access import Access, credential_of
 from farfill.gateway.access_observe import AccessObserver
 from farfill.gateway.access_source import Networks, parse_address
+from farfill.gateway.admin import READING
 from farfill.gateway.admin_parts import Admin
 from farfill.gateway.errors import ForbiddenError, UnauthorisedError
 from farfill.transport.errors import IdentityError
 from farfill.transport.tls import PeerIdentity, peer_identity
-
-READING = frozenset({"GET", "HEAD"})
 
 
 class AdminIdentity:
