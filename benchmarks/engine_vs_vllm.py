@@ -20,6 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -94,36 +96,53 @@ class Side:
             os.killpg(self._process.pid, number)
 
 
+@dataclass(frozen=True)
+class Round:
+    """Tokens/s here and in vLLM, and how many of the streams' tokens came before their first difference."""
+
+    prefill: tuple[float, float]
+    decode: tuple[float, float]
+    agreed: int
+
+
 def compare(ours: Side, theirs: Side, dtype: str, rounds: int, figures: Figures) -> None:
-    """All rounds with both sides."""
+    """All rounds with both sides, the first of them to warm up."""
+    found = [one_round(ours, theirs, number) for number in range(rounds + 1)][1:]
+    report(found, dtype, figures)
+    profile((ours, theirs), dtype)
+
+
+def one_round(ours: Side, theirs: Side, number: int) -> Round:
+    """Prefill and decode on both sides, who begins in turns; every number has prompts of its own."""
     from _engine import prompt_of
 
-    speeds: dict[str, list[tuple[float, float]]] = {"prefill": [], "decode": []}
-    agreed = asked = 0
-    for number in range(rounds + 1):
-        long = [prompt_of(PROMPT_TOKENS, 7000 + number)]
-        streams = [prompt_of(STREAM_PROMPT_TOKENS, 8000 + number * STREAMS + index) for index in range(STREAMS)]
-        order = (ours, theirs) if number % 2 else (theirs, ours)
-        prefills = {side.name: side.ask(long, 1) for side in order}
-        decodes = {side.name: side.ask(streams, STREAM_OUTPUT_TOKENS) for side in order}
-        if not number:
-            continue
-        pairs = zip(decodes[ours.name]["tokens"], decodes[theirs.name]["tokens"], strict=True)
-        agreed += sum(_common_start(*pair) for pair in pairs)
-        asked += STREAMS * STREAM_OUTPUT_TOKENS
-        first_s = [prefills[side.name]["first_s"] for side in (ours, theirs)]
-        speeds["prefill"].append((PROMPT_TOKENS / first_s[0], PROMPT_TOKENS / first_s[1]))
-        rates = [decodes[side.name]["tokens_per_s"] for side in (ours, theirs)]
-        speeds["decode"].append((rates[0], rates[1]))
-    for what, pairs in speeds.items():
+    long = [prompt_of(PROMPT_TOKENS, 7000 + number)]
+    streams = [prompt_of(STREAM_PROMPT_TOKENS, 8000 + number * STREAMS + index) for index in range(STREAMS)]
+    order = (ours, theirs) if number % 2 else (theirs, ours)
+    prefills = {side.name: side.ask(long, 1)["first_s"] for side in order}
+    decodes = {side.name: side.ask(streams, STREAM_OUTPUT_TOKENS) for side in order}
+    mine, its = decodes[ours.name], decodes[theirs.name]
+    found = Round(
+        (PROMPT_TOKENS / prefills[ours.name], PROMPT_TOKENS / prefills[theirs.name]),
+        (mine["tokens_per_s"], its["tokens_per_s"]),
+        sum(_common_start(*pair) for pair in zip(mine["tokens"], its["tokens"], strict=True)),
+    )
+    note(f"round {number}: {found}")
+    return found
+
+
+def report(rounds: Sequence[Round], dtype: str, figures: Figures) -> None:
+    """Medians of the rounds' ratios."""
+    for what, pairs in (("prefill", [r.prefill for r in rounds]), ("decode", [r.decode for r in rounds])):
         mine, its = (median([pair[side] for pair in pairs]) for side in (0, 1))
         note(f"{dtype}: {what} {mine:.0f} tokens/s here, {its:.0f} tokens/s in vLLM")
         figures.at_least(f"engine_{what}_over_vllm_{dtype}", median([a / b for a, b in pairs]), MUST)
-    figures.reported(f"engine_tokens_before_first_difference_{dtype}", agreed / asked)
-    _profile((ours, theirs), dtype)
+    share = sum(r.agreed for r in rounds) / (len(rounds) * STREAMS * STREAM_OUTPUT_TOKENS)
+    figures.reported(f"engine_tokens_before_first_difference_{dtype}", share)
 
 
-def _profile(sides: tuple[Side, Side], dtype: str) -> None:
+def profile(sides: tuple[Side, Side], dtype: str) -> None:
+    """Where each spends its time."""
     from _engine import prompt_of
 
     for what, prompts, output in (
