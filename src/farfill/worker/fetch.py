@@ -63,6 +63,7 @@ class FetchService:
     target: str
     limits: FetchLimits
     _session: aiohttp.ClientSession | None = field(default=None, init=False)
+    _pushes: set[asyncio.Task[PushReport]] = field(default_factory=set[asyncio.Task[PushReport]], init=False)
 
     async def open(self) -> None:
         """Make the session."""
@@ -71,6 +72,8 @@ class FetchService:
 
     async def close(self) -> None:
         """Idempotent."""
+        for pushing in self._pushes:
+            pushing.cancel()
         if self._session is not None:
             await self._session.close()
 
@@ -142,7 +145,7 @@ class FetchService:
             self._fall_back(held.transfer_id, reason, str(error))
             return None
         waiting = asyncio.ensure_future(handover.wait())
-        pushing = asyncio.ensure_future(self._push(held, self.signer.sign(ticket)))
+        pushing = asyncio.create_task(self._push(held, self.signer.sign(ticket)))
         try:
             await asyncio.wait([waiting, pushing], return_when=asyncio.FIRST_COMPLETED)
             if pushing.done() and pushing.exception() is not None:
@@ -156,10 +159,15 @@ class FetchService:
             await asyncio.wait([waiting])
             raise
         finally:
+            self._leave(pushing, complete=waiting.done() and waiting.result().last.complete)
+
+    def _leave(self, pushing: asyncio.Task[PushReport], *, complete: bool) -> None:
+        """A sender that brought everything hears so in its own time; any other one is told that nobody waits."""
+        self._pushes.add(pushing)
+        pushing.add_done_callback(self._pushes.discard)
+        pushing.add_done_callback(lambda done: done.cancelled() or done.exception())
+        if not complete:
             pushing.cancel()
-            await asyncio.wait([pushing])
-            if not pushing.cancelled():
-                pushing.exception()
 
     async def _push(self, held: HeldPrompt, token: str) -> PushReport:
         assert self._session is not None
