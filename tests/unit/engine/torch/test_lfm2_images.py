@@ -23,7 +23,7 @@ def image(width: int, height: int) -> Image.Image:
         ((512, 512), (1, 1), (512, 512), 1),
         ((100, 100), (1, 1), (256, 256), 1),  # at least 64 tokens
         ((640, 480), (1, 1), (416, 576), 1),  # at most 256 tokens
-        ((1920, 1080), (2, 4), (352, 672), 9),  # eight tiles, and the whole
+        ((1920, 1080), (2, 4), (384, 672), 9),  # eight tiles, and the whole
         ((400, 2400), (6, 1), (1248, 192), 7),
     ],
 )
