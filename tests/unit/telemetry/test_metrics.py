@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from farfill.gateway.observe import GatewayObserver, RequestSummary
 from farfill.policy.breaker import BreakerState
 from farfill.telemetry.loop_lag import watch_loop_lag
 from farfill.telemetry.metrics import GatewayMetrics, RegistryMetrics, WorkerMetrics, exposition
+from farfill.telemetry.metrics.access import OUTCOMES as ACCESS_OUTCOMES
 from farfill.telemetry.metrics.processes import ProcessMetrics
 
 FAR = Instance(
@@ -222,3 +224,9 @@ def test_ranks_and_experts_are_counted_by_their_growth():
     # Of the latest steps only: 0.5 and 2 seconds, 6 and 2 tokens.
     assert value(read, "farfill_rank_imbalance_ratio", **labels) == 1.6
     assert value(read, "farfill_expert_imbalance_ratio", **labels) == 1.5
+
+
+def test_every_reason_to_refuse_access_exists_from_the_start():
+    sources = Path(__file__).parents[3] / "src" / "farfill" / "gateway"
+    causes = {c for path in sources.glob("access*.py") for c in re.findall(r'cause="(\w+)"', path.read_text())}
+    assert {"missing", "jwt_expired", "key_source"} <= causes <= set(ACCESS_OUTCOMES)
