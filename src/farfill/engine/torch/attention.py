@@ -21,7 +21,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from farfill.core.errors import ModelUnsupportedError
+from farfill.core.errors import ConfigError, ModelUnsupportedError
 from farfill.engine.torch.step import RaggedRows
 
 # Names known to transformers: over its sdpa, or over the model's own formula ("eager" there).
@@ -61,6 +61,18 @@ def register() -> None:
     AttentionInterface.register(EXPLICIT, _attention_over_explicit)
     AttentionMaskInterface.register(SDPA, _mask_over_sdpa)
     AttentionMaskInterface.register(EXPLICIT, _mask_over_explicit)
+
+
+def choose(net: Any, wanted: str) -> None:
+    """Have a model that was loaded with `SDPA` attend as `wanted` ("auto", "sdpa" or "eager").
+
+    Raises ConfigError when it cannot use sdpa and must.
+    """
+    explicit = not net._supports_sdpa or getattr(net.config.get_text_config(), "attn_logit_softcapping", None)
+    if explicit and wanted == "sdpa":
+        raise ConfigError(f"engine.attention: {type(net).__name__} cannot use sdpa; leave it at auto")
+    if explicit or wanted == "eager":
+        net.set_attn_implementation(EXPLICIT)
 
 
 def _attention_over_sdpa(

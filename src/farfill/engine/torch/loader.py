@@ -173,11 +173,7 @@ def _load_weights(folder: Path, dtype: str, options: LoadOptions, kind: Any) -> 
         local_files_only=True,
         use_safetensors=True,
     )
-    explicit = not net._supports_sdpa or getattr(net.config.get_text_config(), "attn_logit_softcapping", None)
-    if explicit and options.attention == "sdpa":
-        raise ConfigError(f"engine.attention: {type(net).__name__} cannot use sdpa; leave it at auto")
-    if explicit or options.attention == "eager":
-        net.set_attn_implementation(attention.EXPLICIT)
+    attention.choose(net, options.attention)
     return net.to(_device(options.device)).eval()
 
 

@@ -16,6 +16,7 @@ from farfill.core.errors import ModelUnsupportedError
 from farfill.core.layout import TensorKind, TensorLayout
 from farfill.engine.torch import attention as attention_functions
 from farfill.engine.torch.layout import ModelShape, derive_shape
+from farfill.engine.torch.mamba1 import fix_continuation
 from farfill.engine.torch.ranks.group import RankGroup
 from farfill.engine.torch.ranks.layers import ExpertLoad, register, settle
 from farfill.engine.torch.ranks.plan import keep_one_kv_head, plan
@@ -37,8 +38,19 @@ class CutModel:
         return self.shape.called
 
 
-def load_cut(folder: Path, dtype: str, attention: str, prefill_chunk_tokens: int, group: RankGroup) -> CutModel:
-    """All ranks at the same time: parts of the work are done together. Raises ModelUnsupportedError."""
+def load_cut(
+    folder: Path,
+    dtype: str,
+    attention: str,
+    prefill_chunk_tokens: int,
+    group: RankGroup,
+    *,
+    checkpoint_every_chunks: int = 0,
+) -> CutModel:
+    """All ranks at the same time: parts of the work are done together. Only rank 0 needs to know of checkpoints.
+
+    Raises ModelUnsupportedError.
+    """
     attention_functions.register()
     experts = ExpertLoad()
     register(group, experts)
@@ -47,16 +59,21 @@ def load_cut(folder: Path, dtype: str, attention: str, prefill_chunk_tokens: int
     net: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=getattr(torch, dtype),
-        attn_implementation=attention_functions.EXPLICIT if attention == "eager" else attention_functions.SDPA,
+        attn_implementation=attention_functions.SDPA,
         local_files_only=True,
         use_safetensors=True,
         distributed_config=cut.config,
     ).eval()
+    attention_functions.choose(net, attention)
     settle(net, group, experts)
     keep_one_kv_head(net, cut, group.size)
+    fix_continuation(net)
     part = derive_shape(net, prefill_chunk_tokens)
     tensors, cut_tensors = _whole(part.layout.tensors, cut.kv_heads, group.size)
-    shape = replace(part, layout=replace(part.layout, tensors=tensors))
+    layout = replace(part.layout, tensors=tensors)
+    if not layout.resumable:
+        layout = replace(layout, checkpoint_every_chunks=checkpoint_every_chunks)
+    shape = replace(part, layout=layout)
     spec = SharedSpec(shape.layout, group.rank, group.size, cut_tensors, num_layers=shape.num_layers)
     return CutModel(net, spec, shape, experts, cut.head_everywhere)
 

@@ -91,7 +91,14 @@ def load_model(
     options = options or loader.LoadOptions()
     require_known(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
     ranks.send(Load(str(folder.absolute()), model.dtype, options.attention, prefill_chunk_tokens))
-    cut = load_cut(folder, model.dtype, options.attention, prefill_chunk_tokens, ranks.group)
+    cut = load_cut(
+        folder,
+        model.dtype,
+        options.attention,
+        prefill_chunk_tokens,
+        ranks.group,
+        checkpoint_every_chunks=options.checkpoint_every_chunks,
+    )
     ranks.collect()
     executor = LeadExecutor(cut.net, cut.spec, ranks, cut.experts)
     mark = fingerprint(folder, loader.ENGINE_VERSION, model.dtype, cut.shape.layout)

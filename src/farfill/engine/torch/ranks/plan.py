@@ -2,7 +2,7 @@
 
 Attention is cut by heads when query heads divide among the ranks, and KV heads divide or are fewer (a KV head then
 lives on several ranks). Otherwise, and for latents (MLA), every rank computes all of it. MLPs are cut by their inner
-dimension, experts by expert, or each like an MLP where they do not divide. What keeps a state is never cut.
+dimension, experts by expert, or each like an MLP where they do not divide. Layers that keep a state are never cut.
 """
 
 from __future__ import annotations
@@ -20,7 +20,25 @@ from farfill.core.errors import ModelUnsupportedError
 from farfill.engine.torch.ranks.layers import EXPERT_DISPATCH, linear_of
 
 # Found to answer over 2 and 4 ranks as on one (tests/unit/engine/torch/ranks); others may not, and are refused.
-KNOWN = ("llama", "qwen3", "qwen3_moe", "deepseek_v3")
+KNOWN = (
+    "llama",
+    "qwen3",
+    "qwen3_moe",
+    "deepseek_v3",
+    "gemma2",
+    "gemma3_text",
+    "cohere2",
+    "gpt_oss",
+    "qwen3_next",
+    "qwen3_5_text",
+    "kimi_linear",
+    "bailing_hybrid",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2_moe",
+    "minimax",
+    "jamba",
+)
 
 _KEPT = re.compile(r"\.(self_attn|mlp|shared_experts?|experts)\.|\.experts$")
 _ATTENTION = re.compile(r"\.self_attn\.")

@@ -87,6 +87,6 @@ def test_ranks_need_a_cpu(tiny_models: Any) -> None:
 
 
 def test_a_model_that_cannot_be_cut_is_refused_before_ranks_start(tiny_models: Any) -> None:
-    config = model_config(tiny_models.path("gemma3"))
-    with pytest.raises(ModelUnsupportedError, match="model_type gemma3_text is not known"):
+    config = model_config(tiny_models.path("falcon_h1"))
+    with pytest.raises(ModelUnsupportedError, match="model_type falcon_h1 is not known"):
         load_engine(config, EngineConfig(ranks=2, threads=1), PrefillConfig(), config.path.parent)
