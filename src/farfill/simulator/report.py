@@ -133,6 +133,8 @@ def _ttft(result: Result) -> Any:
     axes.set(xlabel="seconds to first token", ylabel="share of requests", ylim=(0, 1.02), title=result.scenario)
     if result.ttft_s and result.ttft_s[0] > 0:
         axes.set_xscale("log")
+        for axis in (axes.xaxis.set_major_formatter, axes.xaxis.set_minor_formatter):
+            axis(lambda seconds, _: f"{seconds:g}")
     return drawing
 
 
