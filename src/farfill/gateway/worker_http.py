@@ -108,13 +108,11 @@ class WorkerConnections:
             self._idle.setdefault(connection.endpoint, deque()).append(connection)
 
     def _take(self, endpoint: Endpoint) -> _Connection | None:
-        """The idle connection used last; those idle for too long are closed on the way."""
+        """The idle connection used last."""
         idle = self._idle.get(endpoint)
         if not idle:
             return None
-        late_s = asyncio.get_running_loop().time() - IDLE_S
-        while idle and (idle[0].idle_since_s < late_s or not idle[0].is_connected()):
-            idle.popleft().close()
+        _close_old(idle)
         while idle:
             found = idle.pop()
             if found.is_connected() and not found.should_close:
@@ -144,6 +142,11 @@ class WorkerConnections:
         self.ended(connection, reusable=True)
 
     async def _connect(self, endpoint: Endpoint) -> _Connection:
+        # A good moment to let go of endpoints that nobody asks any more: gone workers, certificates of yesterday.
+        for other, idle in list(self._idle.items()):
+            _close_old(idle)
+            if not idle:
+                del self._idle[other]
         loop = asyncio.get_running_loop()
         others = self._connecting.setdefault((endpoint.host, endpoint.port), set())
         timeout = asyncio.timeout(self._connect_timeout_s)
@@ -168,6 +171,13 @@ class WorkerConnections:
             if not others:
                 self._connecting.pop((endpoint.host, endpoint.port), None)
         return made
+
+
+def _close_old(idle: deque[_Connection]) -> None:
+    """Those that were idle for too long: the oldest are on the left."""
+    late_s = asyncio.get_running_loop().time() - IDLE_S
+    while idle and (idle[0].idle_since_s < late_s or not idle[0].is_connected()):
+        idle.popleft().close()
 
 
 class _Connection(ResponseHandler):
