@@ -21,6 +21,7 @@ LONG_TOKENS, LONG_OUTPUT = 420, 24
 LONGEST_S = 60.0
 THINK_S = 0.02
 TICK_S = 0.02
+_NUMBERS = itertools.count()  # of requests, in all runs: no long prompt finds what another test's has left
 FIRST_ID, LAST_ID = 3, 258  # of the tiny tokenizer, without its specials
 
 
@@ -121,7 +122,6 @@ async def steady_load(urls: dict[str, str], model: str, prompts: Sequence[Prompt
     not end is raised at the end of the block."""
     load = Load()
     stop = asyncio.Event()
-    numbers = itertools.count()
     connector = aiohttp.TCPConnector(limit=0, force_close=True)
     async with aiohttp.ClientSession(connector=connector) as http, asyncio.TaskGroup() as group:
 
@@ -129,7 +129,7 @@ async def steady_load(urls: dict[str, str], model: str, prompts: Sequence[Prompt
             for turn in itertools.count(first):
                 if stop.is_set():
                     return
-                number = next(numbers)
+                number = next(_NUMBERS)
                 outcome = await _ask(http, gateway, urls[gateway], model, prompts[turn % len(prompts)], number, load)
                 load.outcomes.append(outcome)
                 await asyncio.sleep(THINK_S if not outcome.error else 10 * THINK_S)
