@@ -32,8 +32,8 @@ from farfill.gateway.lookup import RecordLookup
 from farfill.gateway.lost import LostWatch
 from farfill.gateway.media import MediaLoader, is_public
 from farfill.gateway.models import ServedModels
-from farfill.gateway.open_requests import OpenRequests
 from farfill.gateway.observe import GatewayObserver, PolicyObserver, SilentObserver, SilentPolicyObserver
+from farfill.gateway.open_requests import OpenRequests
 from farfill.gateway.parity import ParitySampler
 from farfill.gateway.pipeline.admit import Admission
 from farfill.gateway.pipeline.attempt import LegContext, SignTicket
