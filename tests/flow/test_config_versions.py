@@ -27,7 +27,6 @@ from farfill.registry.embedded import EmbeddedStore
 from support.gateway_harness import Harness, make_config, running_gateway
 from support.memory_disk import MemoryDisk
 
-
 NUMBERS = itertools.count()
 """No prompt twice: prefix hits would decide where it goes."""
 

@@ -101,7 +101,7 @@ def protocol(request: PlacementRequest, candidates: Sequence[Candidate]) -> list
 
 @_named(FILTERS, "version")
 def version(request: PlacementRequest, candidates: Sequence[Candidate]) -> list[bool]:
-    """Is of the version the rollout gives this request; all of them, where nobody is: better another one than nobody."""
+    """Is of the version the rollout gives this request; where nobody is, all pass: better another one than nobody."""
     wanted, avoided = request.version, request.avoid_versions
     if not wanted and not avoided:
         return [True] * len(candidates)

@@ -187,8 +187,10 @@ class GatewayRecord(RegistryRecord, kw_only=True):
 
 
 class AskRecord(RegistryRecord, kw_only=True):
-    """`gateway` looks for a request it did not serve; who did answers on the same `lease`. Without a request: all say how
-    they are, each under its own name."""
+    """`gateway` looks for a request it did not serve; who did answers on the same `lease`.
+
+    Without a request: all say how they are, each under its own name.
+    """
 
     request_id: str
     gateway: str

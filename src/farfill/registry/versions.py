@@ -1,4 +1,4 @@
-"""Rollouts of a new worker version: checked against what runs, then changed as any other share (`registry.rollouts`)."""
+"""Rollouts of a new worker version: checked against what runs, then changed as any other share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ SPOKEN = (PROTOCOL_VERSION,)
 REFUSALS = {
     "protocol_version": "it speaks another protocol version than this gateway's; upgrade the gateways first",
     "prefill_first": "prefill goes first; bring prefill workers to 100 % of it before decode",
-    "no_prefill_of_fingerprint": "its fingerprint is another one, so its decode workers need prefill workers of the same;"
-    " give prefill a share of it first",
+    "no_prefill_of_fingerprint": "its fingerprint is another one, so its decode workers need prefill workers of the"
+    " same; give prefill a share of it first",
 }
 
 
