@@ -67,9 +67,11 @@ class Answer:
             raise BrokenError(repr(error)) from error
 
     def close(self) -> None:
-        """Idempotent; without effect when it was read to its end."""
+        """Idempotent; without effect when it was read to its end. Whoever waits for more hears BrokenError."""
         if not self._payload.is_eof():
             self._connection.close()
+            if self._payload.exception() is None:
+                self._payload.set_exception(aiohttp.ClientConnectionError("closed here"))
 
 
 class WorkerConnections:
