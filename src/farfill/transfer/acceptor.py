@@ -16,7 +16,8 @@ from farfill.transfer.budget import ReceiveBudget
 from farfill.transfer.door import JOIN_S, Door
 from farfill.transfer.early import EarlyChunks, Waiting, key_of, landing_or_refused
 from farfill.transfer.hello import hello_problem
-from farfill.transfer.incoming import AwaitedTransfer, Scratch
+from farfill.transfer.incoming import AwaitedTransfer
+from farfill.transfer.landing import Scratch
 from farfill.transfer.limits import Liveness
 from farfill.transfer.observer import TransferObserver
 from farfill.transfer.session import PeerSession

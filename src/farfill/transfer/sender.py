@@ -140,7 +140,7 @@ class KVSender:
                 manifest.total_bytes,
                 link.connections,
                 min(config.chunk_size_mb * _MIB, link.chunk_limit_bytes),
-                link.estimate.rate_bytes_per_s,
+                link.measured()[0],
             ),
             checksum=config.checksum,
             lossy=config.lossy,
@@ -162,7 +162,7 @@ class KVSender:
 
     def link_rates(self) -> dict[str, float | None]:
         """Measured goodput per decode worker, in wire bytes per second; None: not measured yet."""
-        return {link.peer_name: link.estimate.rate_bytes_per_s for link in self._links.values()}
+        return {link.peer_name: link.measured()[0] for link in self._links.values()}
 
     def _link(self, address: str, peer_name: str) -> PeerLink:
         key = (address, peer_name)
