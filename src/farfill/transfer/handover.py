@@ -16,14 +16,13 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import IncompatiblePeerError, Side, TransferError
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
+from farfill.transfer.events import Failed, Tick
 from farfill.transfer.handover_machine import (
     Expect,
     Fence,
-    GiveUp,
     HandoverEvent,
     HandoverMachine,
     HandoverState,
-    HoldTick,
     NextSender,
     Orphaned,
     Proceed,
@@ -109,7 +108,7 @@ class Handover:
 
     def fail(self, reason: FallbackReason, detail: str) -> None:
         """No other sender will come: use what is there. Idempotent."""
-        self._handle(GiveUp(reason, detail))
+        self._handle(Failed(reason, detail))
 
     async def proceed(self, transfer_id: str, sender: NextSender, reason: FallbackReason, detail: str) -> int:
         """Let `sender` take the place of `transfer_id`, which failed; returns the bytes it need not bring.
@@ -154,7 +153,7 @@ class Handover:
                     self._take_over(sender)
                 case Orphaned(hold_s):
                     # A little later than the machine looks: timers may fire a moment early.
-                    self._loop.call_later(hold_s + 0.001, self._handle, HoldTick())
+                    self._loop.call_later(hold_s + 0.001, self._handle, Tick())
                 case Refused(sender, reason):
                     self._answer(sender, HandoverRefusedError(_REFUSALS.get(reason, reason), reason=reason))
                 case Settled():

@@ -12,6 +12,7 @@ from enum import StrEnum
 
 from farfill.core.cluster import FallbackReason
 from farfill.core.ticket import Ticket
+from farfill.transfer.events import Failed, Tick
 
 # The client left, or decode itself has no room: no other sender could help.
 _FINAL = frozenset({FallbackReason.WITHDRAWN, FallbackReason.KV_MEMORY})
@@ -54,20 +55,8 @@ class Proceed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """No other sender will come."""
-
-    reason: FallbackReason
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class HoldTick:
-    """Time passed."""
-
-
-HandoverEvent = SenderEnded | Proceed | GiveUp | HoldTick
+# `Failed`: no other sender will come.
+HandoverEvent = SenderEnded | Proceed | Failed | Tick
 
 # Effects
 
@@ -137,10 +126,10 @@ class HandoverMachine:
                 return []
             case SenderEnded(transfer_id, reason):
                 return self._ended(transfer_id, reason, now_s)
-            case GiveUp(reason, detail):
+            case Failed(reason, detail):
                 self._given_up = True
                 return self._settle() if self.state is HandoverState.ORPHANED else [Fence(reason, detail)]
-            case HoldTick():
+            case Tick():
                 late = self.state is HandoverState.ORPHANED and now_s - self._orphaned_s >= self._hold_s
                 return self._settle() if late else []
 

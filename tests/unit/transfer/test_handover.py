@@ -33,10 +33,8 @@ from farfill.transfer.events import (
 from farfill.transfer.handover_machine import (
     Expect,
     Fence,
-    GiveUp,
     HandoverMachine,
     HandoverState,
-    HoldTick,
     NextSender,
     Orphaned,
     Proceed,
@@ -85,10 +83,10 @@ def names(effects: list[Any]) -> list[str]:
 def test_failed_sender_leaves_an_orphan_for_the_next_one():
     machine = HandoverMachine(ticket(), HOLD_S)
     assert machine.handle(SenderEnded("t0", FallbackReason.LINK_LOST), 1.0) == [Orphaned(HOLD_S)]
-    assert machine.handle(HoldTick(), 1.0 + HOLD_S - 0.01) == []
+    assert machine.handle(Tick(), 1.0 + HOLD_S - 0.01) == []
     assert names(machine.handle(proceed("t0", "t1"), 3.9)) == ["Expect"]
     assert (machine.state, machine.current) == (HandoverState.RECEIVING, "t1")
-    assert machine.handle(HoldTick(), 100.0) == []
+    assert machine.handle(Tick(), 100.0) == []
     assert machine.handle(SenderEnded("t1", FallbackReason.NONE), 5.0) == [Settled()]
 
 
@@ -109,16 +107,16 @@ def test_set_that_completes_just_before_the_replacement_is_complete():
 def test_orphan_that_nobody_adopts_in_time_is_settled():
     machine = HandoverMachine(ticket(), HOLD_S)
     machine.handle(SenderEnded("t0", LOST), 1.0)
-    assert machine.handle(HoldTick(), 1.0 + HOLD_S) == [Settled()]
+    assert machine.handle(Tick(), 1.0 + HOLD_S) == [Settled()]
     assert names(machine.handle(proceed("t0", "t1"), 5.0)) == ["Refused"]
 
 
 def test_giving_up_settles_an_orphan_at_once_and_fences_a_sender():
     machine = HandoverMachine(ticket(), HOLD_S)
     machine.handle(SenderEnded("t0", LOST), 1.0)
-    assert machine.handle(GiveUp(LOST, "nobody left"), 1.1) == [Settled()]
+    assert machine.handle(Failed(LOST, "nobody left"), 1.1) == [Settled()]
     machine = HandoverMachine(ticket(), HOLD_S)
-    assert machine.handle(GiveUp(LOST, "nobody left"), 1.1) == [Fence(LOST, "nobody left")]
+    assert machine.handle(Failed(LOST, "nobody left"), 1.1) == [Fence(LOST, "nobody left")]
     assert names(machine.handle(proceed("t0", "t1"), 1.1)) == ["Refused"]
     assert machine.handle(SenderEnded("t0", LOST), 1.1) == [Settled()]
 
@@ -269,11 +267,11 @@ def run(world: World, events: list[Any]) -> Iterator[World]:
             case ("handover", "proceed"):
                 world.tell(proceed(world.handover.current, f"t{len(ids)}"))
             case ("handover", "stale"):
-                world.tell(proceed(ids[0], f"stale{len(ids)}") if len(ids) > 1 else HoldTick())
+                world.tell(proceed(ids[0], f"stale{len(ids)}") if len(ids) > 1 else Tick())
             case ("handover", "give up"):
-                world.tell(GiveUp(LOST, ""))
+                world.tell(Failed(LOST, ""))
             case ("handover", "tick"):
-                world.tell(HoldTick())
+                world.tell(Tick())
             case ("handover", "ends"):
                 world.pass_on_ends()
             case ("time", seconds):
@@ -296,7 +294,7 @@ def test_any_order_of_events_keeps_one_writer_and_loses_nothing_verified(events:
         for transfer_id in world.receivers:
             world.receive(transfer_id, Tick())
         world.pass_on_ends()
-        world.tell(HoldTick())
+        world.tell(Tick())
     assert world.settled == 1
     for piece in world.pieces:
         writers = {world.verified[chunk] for chunk in (2 * piece, 2 * piece + 1) if chunk in world.verified}
