@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +22,6 @@ from support.transfer_harness import (
     make_pieces,
     transfer_threads,
 )
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
 
 
 async def move(ends: Ends, num_tokens: int = 2000, seed: int = 0) -> BytesSlot:

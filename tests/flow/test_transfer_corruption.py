@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from threading import Lock
 
 import pytest
@@ -22,7 +20,6 @@ from support.transfer_harness import (
     Ends,
     config,
     make_pieces,
-    transfer_threads,
 )
 
 NUM_TOKENS = 2000
@@ -70,15 +67,6 @@ class FlippingChannel:
         damaged = bytearray(data)
         damaged[0] ^= 1
         return self._inner.send(memoryview(damaged))
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert transfer_threads() == []
 
 
 async def run(ends: Ends, flips: int, **settings: object) -> tuple[ReceiveResult, object, bool]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +19,6 @@ from support.transfer_harness import (
     Ends,
     config,
     make_pieces,
-    transfer_threads,
 )
 
 MIB = 1024 * 1024
@@ -34,16 +31,6 @@ async def start(ends: Ends, **values: Any) -> None:
     if not hasattr(ends, "sender"):
         ends.sender = ends.make_sender(listen="127.0.0.1:0", config=config(dial="receiver", **values))
     await ends.start()
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
 
 
 class Moving:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +12,10 @@ from farfill.core.errors import TransferError
 from farfill.core.ticket import Ticket
 from farfill.testing.relay import Relay
 from farfill.transfer.protocol import ExpectedTransfer, OutgoingTransfer
-from support.transfer_harness import BytesSlot, Ends, config, make_pieces, transfer_threads
+from support.transfer_harness import BytesSlot, Ends, config, make_pieces
 
 NUM_TOKENS = 6000
 DELAY_S = 0.15
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.receiver.early.held_bytes == 0
-    assert ends.receiver.budget.leased_bytes == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
 
 
 def expect(ends: Ends, ticket: Ticket, held: frozenset[int] = frozenset()) -> tuple[BytesSlot, ExpectedTransfer]:

@@ -27,7 +27,7 @@ from support.transfer_harness import (
     Ends,
     config,
     make_pieces,
-    transfer_threads,
+    two_ends,
 )
 
 NUM_TOKENS = 1100
@@ -39,12 +39,8 @@ MOST_FRAMES = 44
 
 @pytest.fixture
 async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path, layout=HYBRID)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
+    async with two_ends(tmp_path, HYBRID) as ends:
+        yield ends
 
 
 async def start(ends: Ends, tamper: Tamper) -> FrameRelay:

@@ -19,7 +19,7 @@ from farfill.transport.memory import MemoryNetwork
 from farfill.transport.tcp import split_address
 from farfill.wire.frames import FrameType
 from support.frame_relay import BACK, FrameRelay, SeenFrame
-from support.transfer_harness import DECODE, PREFILL, BytesSlot, Ends, config, make_pieces, transfer_threads
+from support.transfer_harness import DECODE, PREFILL, BytesSlot, Ends, config, make_pieces, two_ends
 
 NUM_TOKENS = 1100
 GARBAGE_CONNECTIONS = 10_000
@@ -61,12 +61,8 @@ def clock() -> JumpingClock:
 
 @pytest.fixture
 async def ends(tmp_path: Path, clock: JumpingClock) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path, clock=clock)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
+    async with two_ends(tmp_path, clock=clock) as ends:
+        yield ends
 
 
 async def start(ends: Ends, gate: Gate, compression: str = "none") -> FrameRelay:

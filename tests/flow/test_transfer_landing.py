@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import ssl
-from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import xxhash
 
 from farfill.core.cluster import FallbackReason
@@ -37,30 +33,10 @@ from support.transfer_harness import (
     Ends,
     eventually,
     make_pieces,
-    transfer_threads,
+    prefill_context,
 )
 
 NUM_TOKENS = 600
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
-
-
-@pytest.fixture
-def logged() -> Any:
-    with structlog.testing.capture_logs() as entries:
-        yield entries
-
-
-def prefill_context(ends: Ends) -> ssl.SSLContext:
-    return ends.pki.name(PREFILL, role="prefill", site="far").client()
 
 
 class Opened:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 
 import pytest
 
@@ -13,20 +11,10 @@ from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TransferError
 from farfill.testing.relay import Relay
 from farfill.transfer.protocol import ReceiveResult
-from support.transfer_harness import BytesSlot, Ends, config, make_pieces, transfer_threads
+from support.transfer_harness import BytesSlot, Ends, config, make_pieces
 
 NUM_TOKENS = 6000
 MIB = 1024 * 1024
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
 
 
 class Moving:

@@ -26,7 +26,7 @@ from support.transfer_harness import (
     BytesSlot,
     Ends,
     config,
-    transfer_threads,
+    two_ends,
 )
 
 NUM_TOKENS = 1500
@@ -34,11 +34,8 @@ NUM_TOKENS = 1500
 
 @pytest.fixture
 async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path, HYBRID)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert transfer_threads() == []
+    async with two_ends(tmp_path, HYBRID) as ends:
+        yield ends
 
 
 def float_pieces(manifest: Manifest) -> list[tuple[int, memoryview]]:

@@ -7,13 +7,11 @@ import os
 import socket
 import ssl
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TicketError, TransferError
@@ -41,26 +39,10 @@ from support.transfer_harness import (
     config,
     eventually,
     make_pieces,
-    transfer_threads,
+    prefill_context,
 )
 
 NUM_TOKENS = 600
-
-
-@pytest.fixture
-async def ends(tmp_path: Path) -> AsyncIterator[Ends]:
-    ends = Ends(tmp_path)
-    yield ends
-    await ends.close()
-    assert ends.receiver.held_transfers() == 0
-    assert ends.sender.active_transfers() == 0
-    assert transfer_threads() == []
-
-
-@pytest.fixture
-def logged() -> Any:
-    with structlog.testing.capture_logs() as entries:
-        yield entries
 
 
 def reasons(entries: list[Any], event: str) -> list[str]:
@@ -281,10 +263,6 @@ async def test_peer_without_certificate_is_refused(ends: Ends, logged: list[Any]
     await asyncio.to_thread(run)
     await asyncio.to_thread(eventually, lambda: "did not return a certificate" in str(logged))
     assert ends.receiver_seen.counts["refused:identity_refused"] == 1
-
-
-def prefill_context(ends: Ends) -> ssl.SSLContext:
-    return ends.pki.name(PREFILL, role="prefill", site="far").client()
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
+import ssl
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +188,24 @@ class Ends:
 
     def manifest(self, num_tokens: int) -> Manifest:
         return build_manifest(self.layout, num_tokens)
+
+
+@contextlib.asynccontextmanager
+async def two_ends(folder: Path, layout: KVLayout = LAYOUT, clock: Clock | None = None) -> AsyncIterator[Ends]:
+    """Ends that are closed afterwards, and must have left no transfer, no memory and no thread."""
+    ends = Ends(folder, layout, clock)
+    yield ends
+    await ends.close()
+    assert ends.receiver.held_transfers() == 0
+    assert ends.receiver.early.held_bytes == 0
+    assert ends.receiver.budget.leased_bytes == 0
+    assert ends.sender.active_transfers() == 0
+    assert transfer_threads() == []
+
+
+def prefill_context(ends: Ends) -> ssl.SSLContext:
+    """What a raw peer needs to pass for the prefill worker."""
+    return ends.pki.name(PREFILL, role="prefill", site="far").client()
 
 
 def transfer_threads() -> list[str]:
