@@ -18,7 +18,7 @@ from tests.vllm_engine.fronts import FRONTS
 if TYPE_CHECKING:
     from farfill.engine.vllm.engine import VllmEngine
 
-MODELS = ("llama", "gemma3", "granite", "qwen3", "falcon_h1", "qwen3_5")
+MODELS = ("llama", "gemma3", "granite", "qwen3", "falcon_h1")
 # vLLM's linear attention on CPU knows nothing else.
 BFLOAT16 = frozenset({"qwen3_5"})
 LAST_FILE = "test_death.py"
