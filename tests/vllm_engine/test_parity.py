@@ -13,8 +13,8 @@ from tests.vllm_engine.conftest import CHUNK_TOKENS, MODELS, Pair
 from farfill.core.layout import TensorKind
 
 every_model = pytest.mark.parametrize("pair", MODELS, indirect=True)
-# Qwen3.5 runs in bfloat16 only here. A prompt of 5 tokens was seen to part from local prefill at the fourth token (state
-# handed over before the last token, against one kernel call for all); rounding is likely, not shown.
+# Qwen3.5 runs in bfloat16 only here. A prompt of 5 tokens was seen to part from local prefill at the fourth token
+# (state handed over before the last token, against one kernel call for all); rounding is likely, not shown.
 and_bfloat16 = pytest.mark.parametrize("pair", [*MODELS, "qwen3_5"], indirect=True)
 
 
