@@ -323,8 +323,8 @@ class WorkerConfig(Section):
     )
     vllm_listen: Address | None = Field(
         default=None,
-        description="With engine.type vllm: address of vLLM's own API for stock routers (vllm-router), plain HTTP; where"
-        " it decodes, the worker then signs tickets and needs tickets.signing_key.",
+        description="With engine.type vllm: address of vLLM's own API for stock routers (vllm-router), plain HTTP;"
+        " where it decodes, the worker then signs tickets and needs tickets.signing_key.",
     )
 
 

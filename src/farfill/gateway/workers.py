@@ -217,7 +217,6 @@ class WorkerClient:
             return response
         raise await _answer_error(instance, response)
 
-
     def _endpoint(self, instance: Instance) -> Endpoint:
         secure, host, port, _ = _address(instance.url)
         return Endpoint(host, port, self._tls if secure else None, self._server_name(instance) if secure else None)

@@ -171,9 +171,9 @@ class ContinueReply(msgspec.Struct, kw_only=True):
 
 
 class KeepPrefixCommand(msgspec.Struct, kw_only=True):
-    """POST /v1/prefixes on a worker: keep KV of prompts that begin with `token_ids`, for `ttl_s` (0: as long as it runs).
+    """POST /v1/prefixes on a worker: keep KV of prompts that begin with `token_ids`.
 
-    `pinned`, or as if it were `weight` times as costly to compute; neither takes an earlier order back. `compute`:
+    For `ttl_s` (0: as long as it runs), `pinned`, or as if it were `weight` times as costly to compute; neither takes an earlier order back. `compute`:
     have it there when this is answered.
     """
 

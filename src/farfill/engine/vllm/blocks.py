@@ -304,11 +304,12 @@ class BlockCopier:
         try:
             self._load(item)
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            if len(item.block_ids) > 1:
+            if len(item.block_ids) != 1:
                 raise
             _log.warning("kv_load_failed", key=item.key, detail=str(error))
             (block_tokens,) = {source.block_tokens for source in self._sources.values()}
-            return {block for block in item.block_ids[0][item.local_tokens // block_tokens :] if block}
+            (blocks,) = item.block_ids
+            return {block for block in blocks[item.local_tokens // block_tokens :] if block}
         return set()
 
     def _load(self, item: Import) -> None:
