@@ -173,8 +173,8 @@ class ContinueReply(msgspec.Struct, kw_only=True):
 class KeepPrefixCommand(msgspec.Struct, kw_only=True):
     """POST /v1/prefixes on a worker: keep KV of prompts that begin with `token_ids`.
 
-    For `ttl_s` (0: as long as it runs), `pinned`, or as if it were `weight` times as costly to compute; neither takes an earlier order back. `compute`:
-    have it there when this is answered.
+    For `ttl_s` (0: as long as it runs), `pinned`, or as if it were `weight` times as costly to compute; neither takes
+    an earlier order back. `compute`: have it there when this is answered.
     """
 
     token_ids: list[int]
