@@ -1,6 +1,6 @@
 """One outgoing transfer: the sender machine, joined to the bytes the engine offers and to the link.
 
-Chunks are read, checksummed and encoded when a connection asks for one, on that connection's thread. `wait`
+Chunks are read, checksummed and encoded when a connection asks for one, on the thread that serves it. `wait`
 returns only when no thread reads the offered bytes any more: frames still leaving are detached (copied).
 """
 

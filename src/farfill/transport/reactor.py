@@ -187,7 +187,7 @@ class _Lane:
         if now_s >= self._earliest_s:
             for member in self._members:
                 if member.due_s <= now_s:
-                    work.setdefault(member, False)
+                    work[member] = True  # the kernel may hold less than it was told to wait for: signs of life
             later = (member.due_s for member in self._members if member.due_s > now_s)
             self._earliest_s = max(now_s + SWEEP_S, min(later, default=float("inf")))
         return work

@@ -135,6 +135,7 @@ def test_more_to_do_is_stepped_at_once_and_time_by_time(make: Make) -> None:
     eventually(lambda: len(busy.steps) >= 3)
     timed = make(lambda: 0.001)
     eventually(lambda: len(timed.steps) >= 3)
+    assert all(timed.steps), "what is there is read then, however little"
 
 
 def test_writable_is_waited_for_only_when_wanted(make: Make) -> None:
