@@ -34,7 +34,7 @@ def status_of(service: GatewayService) -> GatewayStatus:
                 utilisation=service.links.utilisation(link.site),
                 bandwidth=str(link.regime.state),
             )
-            for link in service.links.sites()
+            for link in service.links.all_sites()
         ],
         breakers={name: state for name, state in breakers.items() if state != "closed"},
         outstanding_tokens={i.name: service.work.tokens(i) for i in instances if service.work.tokens(i)},

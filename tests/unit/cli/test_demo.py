@@ -186,3 +186,9 @@ def test_demo_prompts_fall_on_both_sides_of_the_threshold():
     assert 1000 < len(demo_prompts.long_chat_prompt().split()) < 1400
     assert len(demo_prompts.long_base_prompt().split()) > 1000
     assert len(demo_prompts.SHORT.split()) < 20
+
+
+def test_ports_are_not_given_twice() -> None:
+    """Whoever was given one may bind it only later."""
+    given = [port for _ in range(300) for port in free_ports(3)]
+    assert len(set(given)) == len(given)
