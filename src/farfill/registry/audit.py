@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from farfill.registry.records import AUDIT, AuditRecord, decode_record, encode_record
-from farfill.registry.store import Delete, Put, Store
+from farfill.registry.store import Delete, Entry, Put, Store
 
 AUDIT_KEPT = 200
 
@@ -17,12 +17,17 @@ def audit_put(record: AuditRecord) -> Put:
 
 async def audit_log(store: Store) -> list[AuditRecord]:
     """The latest changes, oldest first. Raises StoreError."""
-    return [decode_record(entry.value, AuditRecord) for entry in (await store.scan(AUDIT)).entries]
+    return [decode_record(entry.value, AuditRecord) for entry in await _lines(store)]
+
+
+async def _lines(store: Store) -> list[Entry]:
+    # By revision: clocks of those who change things differ, and two changes may fall into one millisecond.
+    return sorted((await store.scan(AUDIT)).entries, key=lambda entry: entry.created)
 
 
 async def forget_old_audit(store: Store) -> None:
     """Keep the latest lines. Raises StoreError."""
-    entries = (await store.scan(AUDIT)).entries
+    entries = await _lines(store)
     old = entries[:-AUDIT_KEPT] if len(entries) > AUDIT_KEPT else ()
     if old:
         await store.commit([Delete(entry.key) for entry in old[:50]])
