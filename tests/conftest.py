@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,15 @@ def cluster_file(tmp_path: Path) -> Path:
 def _logs_go_to_pytest() -> None:
     """What the code under test logs, also from its threads, is shown with a failure and not otherwise."""
     structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
+
+
+@pytest.fixture(autouse=True)
+def _logs_go_on_to_pytest() -> Iterator[None]:
+    """Also after a test that set logging up as a process does."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    structlog.reset_defaults()
+    structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
+    root.handlers[:] = handlers
+    root.setLevel(level)

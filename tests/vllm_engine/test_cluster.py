@@ -107,7 +107,11 @@ async def test_worker_whose_vllm_dies_ends_and_says_why(cluster: Cluster) -> Non
 
 @pytest.mark.skipif(not EMBEDDED.exists(), reason="the embedded engine has an environment of its own: `make test`")
 async def test_the_embedded_engine_and_vllm_never_exchange_kv(cluster: Cluster) -> None:
-    torch = cluster.write_config("torch.yaml", {"engine": {"type": "torch", "vllm_args": [], "prefix_cache_mb": 0}})
+    overrides = {
+        "engine": {"type": "torch", "vllm_args": [], "prefix_cache_mb": 0},
+        "workers": {name: {"vllm_listen": None} for name in (PREFILL, DECODE)},
+    }
+    torch = cluster.write_config("torch.yaml", overrides)
     await asyncio.to_thread(cluster.wait_known, {DECODE})
     cluster.spawn(PREFILL, config=torch, python=str(EMBEDDED))
     await asyncio.to_thread(cluster.wait_known, {DECODE, PREFILL})

@@ -6,11 +6,12 @@ JWTs and PEM private keys are cut out of any text.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, TextIO, cast
 
 import msgspec
 import structlog
@@ -74,7 +75,7 @@ def setup_logging(
         # Our own lines are written as they are: by way of stdlib logging they would cost twice as much.
         processors=[*shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(out),
+        logger_factory=structlog.WriteLoggerFactory(cast(TextIO, _Lenient(out))),
         cache_logger_on_first_use=False,
     )
     handler = logging.StreamHandler(out)
@@ -89,6 +90,21 @@ def setup_logging(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
+
+
+class _Lenient:
+    """A stream whose reader may go away: then lines are lost, and whoever logs goes on."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # broken pipe, full disk; closed
+            self._stream.write(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
 
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:

@@ -6,6 +6,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import structlog
@@ -84,3 +85,17 @@ def test_keys_and_tokens_are_cut_out_of_any_text(stream: io.StringIO, secret: st
     (line,) = lines(stream)
     assert secret[16:-1] not in stream.getvalue()
     assert line["key"] == "0123456789AB"
+
+
+@pytest.mark.parametrize("fmt", ["json", "text"])
+def test_whoever_logs_goes_on_when_nobody_reads(fmt: Literal["json", "text"]):
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError(32, "Broken pipe")
+
+    setup_logging("info", fmt, stream=Gone())
+    structlog.get_logger().info("into the void")
+    closed = io.StringIO()
+    setup_logging("info", fmt, stream=closed)
+    closed.close()
+    structlog.get_logger().info("into the void")
