@@ -109,6 +109,7 @@ class RegistryService:
         try:
             outcome, ttl_s = await self.members.put(instance)
         except StoreError as error:
+            self._grant_grace()  # a lease that runs out now says nothing about the worker
             return self._unavailable(request, error)
         self.metrics.written(outcome)
         if outcome == "superseded":
@@ -233,8 +234,7 @@ class RegistryService:
         loop, before = asyncio.get_running_loop(), {i.name for i in self._shown}
         if self.mirror.outages > self._outages:
             self._outages = self.mirror.outages
-            self._grace.outage_ended(loop.time())
-            self._later = loop.call_later(self._grace.left_s(loop.time()), self._publish)
+            self._grant_grace()
         self._shown = self._grace.merge(self._shown, self.members.instances(), loop.time(), self._left)
         gone = before - {i.name for i in self._shown}
         lost = gone - self._left
@@ -244,6 +244,14 @@ class RegistryService:
         self.metrics.expired(len(lost))
         self.metrics.set_state(self._shown, self.mirror.revision)
         self._wake()
+
+    def _grant_grace(self) -> None:
+        """Who is missing stays shown for a while."""
+        loop = asyncio.get_running_loop()
+        self._grace.outage_ended(loop.time())
+        if self._later is not None:
+            self._later.cancel()
+        self._later = loop.call_later(self._grace.left_s(loop.time()), self._publish)
 
     def _wake(self) -> None:
         self._changed.set()

@@ -214,6 +214,31 @@ async def test_leases_that_ran_out_while_the_store_was_away_empty_no_cluster(ser
     assert seen == [1, 0]
 
 
+async def test_failed_renewal_is_an_outage_though_the_watch_is_only_quiet(
+    server: Server, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+):
+    """A link that swallows packets: the watch stands, and goes on with the leases that ran out meanwhile."""
+
+    async def fail(instance: Instance) -> None:
+        raise StoreError("cut off", reason="unreachable")
+
+    await server.stop()
+    await server.start(lease_s=0.5)
+    watcher = InstanceWatcher(registry_url=server.url, ssl_context=None)
+    await server.service.members.put(DECODE)
+    async with watcher:
+        await until(lambda: watcher.instances() == (DECODE,))
+        monkeypatch.setattr(server.service.members, "put", fail)
+        url = f"{server.url}/v1/instances/{DECODE.name}"
+        async with http.put(url, data=encode(to_message(DECODE))) as response:
+            assert response.status == 503
+        server.clock.advance(1.0)  # its lease
+        await until(lambda: server.service.members.instances() == ())
+        heard_s = asyncio.get_running_loop().time()
+        await until(lambda: watcher.instances() == ())
+    assert asyncio.get_running_loop().time() - heard_s > server.service.lease_s, "it stayed for as long as it may take"
+
+
 async def test_watcher_keeps_whom_a_restarted_registry_does_not_know_yet(server: Server):
     seen: list[int] = []
     watcher = InstanceWatcher(
