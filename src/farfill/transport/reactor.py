@@ -139,6 +139,7 @@ class _Lane:
                     self._waker = None
                     left = [*self._members, *self._joining]
                     self._joining.clear()
+                    self._again = []  # whoever comes next must not step those that are parted now
                 for member in left:
                     self._part(member, selector, error)
 

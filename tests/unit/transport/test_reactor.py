@@ -220,13 +220,16 @@ def test_nobody_waits_for_ever_when_a_lane_itself_breaks(reactor: Reactor) -> No
         @wants_write.setter
         def wants_write(self, value: bool) -> None: ...
 
-    broken = Broken(reactor)
+    broken = Broken(reactor, lambda: 0)  # it has more to do
     broken.thread.join(5)
     assert isinstance(broken.error, RuntimeError)
+    stepped = len(broken.steps)
+    later = [Steps(reactor) for _ in range(4)]  # the lanes start anew
+    eventually(lambda: all(steps.steps for steps in later))
+    for steps in later:
+        steps.end()
+    assert len(broken.steps) == stepped, "it is not stepped any more"
     broken.end()
-    later = Steps(reactor)  # the lane starts anew
-    eventually(lambda: bool(later.steps))
-    later.end()
 
 
 def test_threads_end_with_the_last_connection_and_come_again(reactor: Reactor) -> None:
