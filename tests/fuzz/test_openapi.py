@@ -18,6 +18,7 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
+from schemathesis.core.failures import FailureGroup
 from schemathesis.generation import GenerationMode
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -29,7 +30,7 @@ from schemathesis.specs.openapi.checks import (
 from farfill.gateway.openapi import INTERNAL, PUBLIC, Operation
 from support.gateway_harness import Harness, running_gateway
 
-EXAMPLES = 15
+EXAMPLES = 30
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -118,6 +119,32 @@ def test_no_request_makes_the_gateway_fail(api: Any, operation: Operation, mode:
         assert (200 if mode is GenerationMode.POSITIVE else 400) in statuses, "the requests do not try what they should"
 
 
+STREAMS = [
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1 w2"}]}, "chat.completion.chunk"),
+    ("/v1/completions", {"prompt": "w1 w2"}, "text_completion"),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"stream_options": {"include_usage": True}}], ids=["plain", "usage"])
+@pytest.mark.parametrize(("path", "body", "kind"), STREAMS, ids=[path for path, _, _ in STREAMS])
+def test_each_event_of_a_stream_is_one_the_document_knows(
+    api: Any, path: str, body: dict[str, Any], kind: str, options: dict[str, Any]
+) -> None:
+    assert {o.template for o in PUBLIC if o.event is not None} == {path for path, _, _ in STREAMS}
+    call = api[path]["POST"]
+    case = call.Case(body={"model": "tiny", "stream": True, **body, **options}, media_type="application/json")
+    answer = case.call_and_validate(checks=CHECKS)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == ["text/event-stream; charset=utf-8"]
+    assert kind in answer.text
+
+    # The check sees what is inside an event, or it could not fail.
+    other = case.call()
+    other.content = other.content.replace(kind.encode(), b"other")
+    with pytest.raises(FailureGroup, match="violates schema"):
+        case.validate_response(other, checks=CHECKS)
+
+
 def _with_few_fields(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
     """All fields at once contradict each other nearly always; what a message may have depends on its role."""
     needed = {"model", "messages", "prompt", "tokens"}
@@ -128,4 +155,6 @@ def _with_few_fields(body: dict[str, Any], data: st.DataObject) -> dict[str, Any
     few = {name: value for name, value in body.items() if name in kept}
     if "messages" in few and data.draw(st.booleans()):
         few["messages"] = [{"role": "user", "content": data.draw(st.text(max_size=20))}]
+    if "tokens" not in body and "messages" not in few and few.get("prompt") is None:
+        few["prompt"] = data.draw(st.text(max_size=20))
     return few

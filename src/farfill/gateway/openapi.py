@@ -14,7 +14,7 @@ from aiohttp import web
 
 import farfill
 from farfill.gateway.errors import ErrorEnvelope
-from farfill.gateway.openai.chat import ChatCompletion
+from farfill.gateway.openai.chat import ChatChunk, ChatCompletion
 from farfill.gateway.openai.completions import Completion
 from farfill.gateway.openai.fields import HARMLESS
 from farfill.gateway.openai.requests import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
@@ -133,13 +133,17 @@ class Version(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
-    """One method of one path. `answer` None: any JSON; `errors` are further statuses than `_ALWAYS`."""
+    """One method of one path.
+
+    `answer` None: any JSON. `event`: what one event of a stream says. `errors` are further statuses than `_ALWAYS`.
+    """
 
     method: str
     path: str
     summary: str
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
     media: tuple[str, ...] = (JSON,)
     errors: tuple[int, ...] = ()
     query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict[str, Mapping[str, Any]])
@@ -156,11 +160,11 @@ _GENERATE = {"errors": (404, 413, 500, 504), "media": (JSON, EVENTS), "headers":
 PUBLIC = (
     Operation(
         method="post", path="/v1/chat/completions", summary="Answer a chat, streamed or not.", body=ChatBody,
-        answer=ChatCompletion, **_GENERATE,
+        answer=ChatCompletion, event=ChatChunk, **_GENERATE,
     ),
     Operation(
         method="post", path="/v1/completions", summary="Continue one or several prompts, streamed or not.",
-        body=CompletionBody, answer=Completion, **_GENERATE,
+        body=CompletionBody, answer=Completion, event=Completion, **_GENERATE,
     ),
     Operation(method="get", path="/v1/models", summary="Models this key may use.", answer=ModelList),
     Operation(
@@ -210,7 +214,7 @@ class OpenApiHandler:
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """OpenAPI 3.1."""
-    types = [kind for o in operations for kind in (o.body, o.answer) if kind is not None]
+    types = [kind for o in operations for kind in (o.body, o.answer, o.event) if kind is not None]
     _, components = msgspec.json.schema_components([*types, ErrorEnvelope], ref_template=_REFS)
     for name, fields in WORDS.items():
         for field_name, words in fields.items() if name in components else ():
@@ -251,10 +255,30 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 def _success(operation: Operation) -> dict[str, Any]:
     schemas: dict[str, Any] = {JSON: {} if operation.answer is None else _ref(operation.answer)}
+    if operation.event is not None:
+        schemas[EVENTS] = _server_sent_event(operation.event)
     return {
         "description": "Done.",
         "headers": _header("X-Request-Id") | {k: v for name in operation.headers for k, v in _header(name).items()},
         "content": {media: {"schema": schemas.get(media, {"type": "string"})} for media in operation.media},
+    }
+
+
+def _server_sent_event(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The schema of each event: OpenAPI 3.1 has no word for a stream, and its tools read `schema` that way."""
+    said = {"anyOf": [_ref(kind), _ref(ErrorEnvelope)]}
+    return {
+        "description": "Each event of the stream. An error ends it; otherwise the last one is [DONE].",
+        "type": "object",
+        "required": ["data"],
+        "properties": {
+            "data": {
+                "anyOf": [
+                    {"const": "[DONE]"},
+                    {"type": "string", "contentMediaType": JSON, "contentSchema": said},
+                ]
+            }
+        },
     }
 
 
