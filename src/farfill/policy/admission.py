@@ -14,6 +14,8 @@ from enum import StrEnum
 from heapq import heappop, heappush
 from math import inf
 
+import msgspec
+
 from farfill.policy.fair_queue import FairQueue
 from farfill.policy.tokens import TokenBucket
 
@@ -47,8 +49,7 @@ class TenantLimits:
     weight: float = 1.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, kw_only=True):
     """One request. `deadline_s` is when it must have started; `kv_tokens` prompt and longest output together."""
 
     request: str
@@ -78,23 +79,20 @@ class Refusal(StrEnum):
         return 503 if self in (Refusal.SHED, Refusal.DEADLINE) else 429
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
+class Started(msgspec.Struct, frozen=True):
     """The request may begin now; report its end with `end`."""
 
     request: str
 
 
-@dataclass(frozen=True, slots=True)
-class Waits:
+class Waits(msgspec.Struct, frozen=True):
     """It will start, be refused at its deadline, or be withdrawn with `cancel`."""
 
     request: str
     expected_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(msgspec.Struct, frozen=True):
     """It never begins. `retry_after_s` for the header."""
 
     request: str
@@ -305,8 +303,7 @@ class Admission:
         return self._settings.get(name) or self._settings.get("*") or TenantLimits()
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
+class _Done(msgspec.Struct, frozen=True):
     at_s: float
     tokens: int
     seconds: float

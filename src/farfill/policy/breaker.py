@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from math import ceil
 
+import msgspec
+
 from farfill.policy.breaker_share import BreakerSnapshot, Heard, WindowCount
 
 SHARED_BUCKETS = 30
@@ -58,8 +60,7 @@ class BreakerLimits:
     half_open_probes: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(msgspec.Struct, frozen=True):
     at_s: float
     failed: bool
     slow: bool

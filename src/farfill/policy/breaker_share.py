@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class WindowCount:
+
+class WindowCount(msgspec.Struct, frozen=True):
     """Requests that say something about health; `slow` are successes beyond the latency limit."""
 
     total: int = 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import msgspec
 
 from farfill.core.cluster import Instance, Role
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementRequest:
+class PlacementRequest(msgspec.Struct, frozen=True, kw_only=True):
     """`session` is what repeated requests of one conversation share ("" if nothing); `spread` differs between requests.
 
     `total_tokens` is the prompt and the longest output; `kv_bytes` what both need, 0 when not known. `fingerprint` is
@@ -34,8 +32,8 @@ class PlacementRequest:
     avoid_versions: tuple[str, ...] = ()
 
 
-class Candidate(NamedTuple):
-    """An instance, and what this gateway knows of it beyond the registry. A tuple, because many are made a second.
+class Candidate(msgspec.Struct, frozen=True, array_like=True):
+    """An instance, and what this gateway knows of it beyond the registry. Recorded as an array.
 
     `waiting_tokens`: to compute before a new prompt; `running`: requests on it; `tenant_tokens`: of those waiting, the
     asking tenant's; `hit_tokens`: the prefix hit expected there; `allowed`: its breaker lets a request through;

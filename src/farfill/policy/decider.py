@@ -10,15 +10,14 @@ A fixed threshold is this very decider with a threshold nobody searches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from farfill.core.cluster import PlacementReason
 from farfill.policy.offload import REMOTE_REASONS, Forced, uncached_tokens
 from farfill.policy.regime import Bandwidth
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SiteInputs:
+class SiteInputs(msgspec.Struct, frozen=True, kw_only=True):
     """One far site with an instance that could take the prompt; None where something was not measured yet.
 
     `hit_tokens` is the best prefix hit there. KV of n tokens is `kv_fixed_bytes` + n × `kv_bytes_per_token`; the fixed
@@ -39,8 +38,7 @@ class SiteInputs:
     allowed: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadQuery:
+class OffloadQuery(msgspec.Struct, frozen=True, kw_only=True):
     """Everything the decision depends on. `near_hit_tokens` is the hit at the decode instance that was chosen.
 
     `blocked` is why no site at all can take it (no instance, fingerprint, breaker), as the filters found. `in_rollout`:
@@ -58,8 +56,7 @@ class OffloadQuery:
     utilisation_limit: float = 0.95
 
 
-@dataclass(frozen=True, slots=True)
-class SiteEstimate:
+class SiteEstimate(msgspec.Struct, frozen=True):
     """Seconds; `ttft_s` None: not measured yet. `uncached_tokens` are those the site would compute."""
 
     site: str
@@ -70,8 +67,7 @@ class SiteEstimate:
     transfer_s: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadDecision:
+class OffloadDecision(msgspec.Struct, frozen=True):
     """`site` is set exactly when `reason` is a remote one. `compared_tokens` is what the threshold was held against.
 
     `copy_hit_tokens`: of the far prompt's prefix, so many tokens are cached near and need not be computed far (their KV

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 TRUST_MIN = -2
 TRUST_MAX = 4
 MAX_RETIRED = 128
@@ -35,8 +37,7 @@ class _Holder:
     trust: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class PrefixHits:
+class PrefixHits(msgspec.Struct, frozen=True):
     """Leading blocks of one prompt by holder; holders without any are left out."""
 
     blocks: dict[str, int]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,11 +28,11 @@ QUERY = OffloadQuery(prompt_tokens=10_001, near_hit_tokens=0, threshold_tokens=4
 
 
 def query(**changes) -> OffloadQuery:
-    return dataclasses.replace(QUERY, **changes)
+    return msgspec.structs.replace(QUERY, **changes)
 
 
 def site(**changes) -> SiteInputs:
-    return dataclasses.replace(FAR, **changes)
+    return msgspec.structs.replace(FAR, **changes)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_site_with_the_earliest_first_token_wins():
     warm = site(site="warm", hit_tokens=9000, rtt_s=0.1)
     assert decide_offload(query(sites=(FAR, near_by))).site == "far"
     assert decide_offload(query(sites=(FAR, near_by, warm))).site == "warm"
-    assert decide_offload(query(sites=(FAR, near_by, dataclasses.replace(warm, allowed=False)))).site == "far"
+    assert decide_offload(query(sites=(FAR, near_by, msgspec.structs.replace(warm, allowed=False)))).site == "far"
 
 
 def test_idle_site_never_measured_is_tried_first_and_a_busy_one_last():
     unknown = site(site="new", prefill_s_per_token=None)
     assert decide_offload(query(sites=(FAR, unknown))).site == "new"
-    assert decide_offload(query(sites=(FAR, dataclasses.replace(unknown, queue_s=0.1)))).site == "far"
-    assert decide_offload(query(sites=(dataclasses.replace(unknown, queue_s=0.1),))).site == "new"
+    assert decide_offload(query(sites=(FAR, msgspec.structs.replace(unknown, queue_s=0.1)))).site == "far"
+    assert decide_offload(query(sites=(msgspec.structs.replace(unknown, queue_s=0.1),))).site == "new"
 
 
 sites = st.lists(
@@ -155,7 +155,7 @@ def test_remote_only_to_a_usable_site_and_none_that_is_measured_is_faster(asked:
 @given(queries, st.integers(0, 9999))
 def test_more_cache_never_turns_local_into_remote(asked: OffloadQuery, more: int):
     if decide_offload(asked).reason is PlacementReason.BELOW_THRESHOLD:
-        warmer = dataclasses.replace(asked, near_hit_tokens=max(more, asked.near_hit_tokens))
+        warmer = msgspec.structs.replace(asked, near_hit_tokens=max(more, asked.near_hit_tokens))
         assert decide_offload(warmer).reason is PlacementReason.BELOW_THRESHOLD
 
 

@@ -6,6 +6,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -92,7 +93,7 @@ def test_filters_that_look_at_the_request():
 
 
 def replace_request(**changes) -> PlacementRequest:
-    return dataclasses.replace(REQUEST, **changes)
+    return msgspec.structs.replace(REQUEST, **changes)
 
 
 def test_scorers():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
@@ -172,4 +171,3 @@ def test_retain_keeps_only_the_living():
 def test_nonsense_bound_is_refused():
     with pytest.raises(ValueError, match="at least 2"):
         BlockIndex(1)
-    assert dataclasses.is_dataclass(BlockIndex(2).hits([]))

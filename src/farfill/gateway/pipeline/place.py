@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
+
+from msgspec import structs
 
 from farfill.clock import Clock
 from farfill.config.model import ClusterConfig
@@ -144,7 +146,7 @@ class Placer:
         asked = ShareQuery(model=self._model, tenant=query.tenant, session=query.session, request=query.request_id)
         request = self._request(query, Role.DECODE, exclude)
         version, avoided = parts.rollout.version(Role.DECODE, asked)
-        request = replace(request, version=version, avoid_versions=avoided)
+        request = structs.replace(request, version=version, avoid_versions=avoided)
         decode = self._choose_decode(request, instances, hits, trail)
         share = parts.rollout.share(self._model, query.tenant)
         included = in_share(share, asked)
@@ -152,7 +154,7 @@ class Placer:
             trail.add("rollout_share", ShareInputs(share, asked), included)
         version, avoided = parts.rollout.version(Role.PREFILL, asked)
         far = self._far.decide(
-            replace(
+            structs.replace(
                 request,
                 role=Role.PREFILL,
                 total_tokens=query.prompt_tokens,
@@ -218,7 +220,7 @@ class Placer:
             choice = self._decode.choose(request, candidates)
         if choice.index is None and any(not c.reachable for c in candidates):
             # One that could not be reached a moment ago is better than nobody.
-            candidates = [c._replace(reachable=True) for c in candidates]
+            candidates = [structs.replace(c, reachable=True) for c in candidates]
             choice = self._decode.choose(request, candidates)
         trail.add("placement", PlacementInputs(self._decode.settings, request, tuple(candidates)), choice)
         if choice.index is None:
