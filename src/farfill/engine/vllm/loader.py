@@ -29,6 +29,8 @@ from farfill.engine.vllm.server import VllmServer
 
 START_TIMEOUT_S = 600.0
 FIRST_REQUEST_S = 120.0
+# vLLM 0.32 on CPU: the convolution of their linear attention takes a single token for a wrongly laid out tensor.
+_NOT_ONE_TOKEN = ("Qwen3_5", "Qwen3Next")
 _MIB = 1 << 20
 
 
@@ -71,6 +73,8 @@ def load_engine(
         kv_total_bytes=sum(hello.kv_bytes for hello in hellos) if engine.attach else engine.kv_cache_mb * _MIB,
     )
     tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    on_cpu = hellos[0].platform.startswith("cpu:")
+    architectures = " ".join(config.get("architectures") or ())
     vocabulary = Vocabulary.of(tokenizer, _eos_ids(path, config), info.vocab_size)
     return VllmEngine(
         info,
@@ -82,7 +86,8 @@ def load_engine(
         traits=Traits(
             ranks=ranks_of(hellos[0]),
             # vLLM 0.32 takes back random numbers of a step that ended inside a prompt; a CPU's generator cannot.
-            seeds_in_one_step=hellos[0].platform.startswith("cpu:"),
+            seeds_in_one_step=on_cpu,
+            first_tokens=2 if on_cpu and any(name in architectures for name in _NOT_ONE_TOKEN) else 1,
             prioritizes=hellos[0].prioritizes,
             grammars=hellos[0].grammar_backend == "guidance",
         ),
