@@ -93,7 +93,9 @@ class CountingObserver:
     def connections(self, peer: str, count: int) -> None:
         self.standing[peer] = count
 
-    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+    def path(
+        self, peer: str, rtt_s: float, segments_sent: int, segments_resent: int, delivery_bytes_per_s: float
+    ) -> None:
         self.counts["path"] += 1
 
     def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:

@@ -55,9 +55,9 @@ class KVTransferConfig(Section):
         le=600_000,
         description="Longest silence of the far side, in ms: no chunk and no sign of life.",
     )
-    connections: Annotated[int, Field(ge=1, le=64)] | Literal["auto"] = Field(
+    connections: Annotated[int, Field(ge=1, le=96)] | Literal["auto"] = Field(
         default="auto",
-        description="Pooled TLS connections from a prefill worker to each decode worker; auto: 4, and up to 64 where"
+        description="Pooled TLS connections from a prefill worker to each decode worker; auto: 4, and up to 96 where"
         " loss limits each of them.",
     )
     dial: Literal["sender", "receiver"] = Field(

@@ -4,7 +4,8 @@ A link is plain or coded. It begins plain until windows of steady sending told t
 stream of chunks (kind of tensor and dtype) say what the codecs would make of P; once one pays, the link is coded, and
 each stream has the codec that is best for it, or none. In windows of coded sending the receiver confirms C raw bytes
 per second. When C does not beat P, or P is old (an encoder at its limit hides how fast the link is), chunks travel
-plain for a few windows: the two rates, measured one after the other, decide. What lost is not tried again for a while,
+plain for a few windows: the two rates, measured one after the other, decide. One such comparison may have measured
+what else the machine did: coded sending has lost when it lost two in a row. What lost is not tried again for a while,
 longer each time.
 
 Windows begin with an acknowledgement, after everything sent the other way has arrived, so that each measures one
@@ -30,6 +31,8 @@ VERDICT_S = 0.4
 GUESS_S = 0.1
 # Seconds of coded sending after which the plain rate is measured again; more each time it was confirmed.
 FIRST_PROBE_S, PROBE_GROWTH, LAST_PROBE_S = 2.0, 4.0, 128.0
+# Comparisons lost in a row before coded sending pauses.
+LOSSES = 2
 FIRST_PENALTY_S, PENALTY_GROWTH, LAST_PENALTY_S = 5.0, 4.0, 600.0
 # With this much more encoding speed than is used, the link is what bounds coded sending. With less, probes come early.
 ENCODER_SLACK = 2.0
@@ -60,6 +63,7 @@ class CodecChooser:
         self._probe_every_s = FIRST_PROBE_S
         self._retry_s = float("-inf")
         self._penalty_s = FIRST_PENALTY_S
+        self._losses = 0
         self._outstanding = 0
         self._skip = 0
         self._window_start_s: float | None = None
@@ -143,11 +147,14 @@ class CodecChooser:
         self._probing, self._coded_windows, self._coded_s = False, _Windows(), 0.0
         if coded is None or coded >= MARGIN * plain:
             self._probe_every_s = min(self._probe_every_s * PROBE_GROWTH, LAST_PROBE_S)
-            self._penalty_s = FIRST_PENALTY_S
-        else:
+            self._penalty_s, self._losses = FIRST_PENALTY_S, 0
+            return
+        self._losses += 1
+        self._probe_every_s = FIRST_PROBE_S
+        if self._losses >= LOSSES:
+            # After the pause one comparison is enough: it would be the third in a row.
             self._retry_s = now_s + self._penalty_s
             self._penalty_s = min(self._penalty_s * PENALTY_GROWTH, LAST_PENALTY_S)
-            self._probe_every_s = FIRST_PROBE_S
 
     def _switch(self, *, coded: bool) -> None:
         """From now on chunks travel the other way; what is under way belongs to neither."""

@@ -300,7 +300,9 @@ class PeerLink:
         with self._lock:
             path = self._path.tune(self.clock.now_s(), busy=busy)
         if path is not None:
-            self.observer.path(self.peer_name, path.rtt_s, path.segments_resent, path.delivery_bytes_per_s)
+            self.observer.path(
+                self.peer_name, path.rtt_s, path.segments_sent, path.segments_resent, path.delivery_bytes_per_s
+            )
             self._lanes.resize(self._path.connections)
 
     def _report_connections(self) -> None:

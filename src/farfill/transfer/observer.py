@@ -41,8 +41,10 @@ class TransferObserver(Protocol):
         """The estimates of the link to `peer` changed."""
         ...
 
-    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
-        """What TCP measured on all connections to `peer`; `segments_resent` since the last call."""
+    def path(
+        self, peer: str, rtt_s: float, segments_sent: int, segments_resent: int, delivery_bytes_per_s: float
+    ) -> None:
+        """What TCP measured on all connections to `peer`; segments since the last call, all and sent again."""
         ...
 
 
@@ -73,7 +75,9 @@ class SilentObserver:
     def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:
         pass
 
-    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+    def path(
+        self, peer: str, rtt_s: float, segments_sent: int, segments_resent: int, delivery_bytes_per_s: float
+    ) -> None:
         pass
 
 
@@ -108,8 +112,10 @@ class GuardedObserver:
     def link(self, peer: str, rate_bytes_per_s: float | None, rtt_s: float | None) -> None:
         self._survive(self._observer.link, peer, rate_bytes_per_s, rtt_s)
 
-    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
-        self._survive(self._observer.path, peer, rtt_s, segments_resent, delivery_bytes_per_s)
+    def path(
+        self, peer: str, rtt_s: float, segments_sent: int, segments_resent: int, delivery_bytes_per_s: float
+    ) -> None:
+        self._survive(self._observer.path, peer, rtt_s, segments_sent, segments_resent, delivery_bytes_per_s)
 
     def _survive(self, tell: Callable[..., None], *values: Any) -> None:
         try:

@@ -164,7 +164,9 @@ class _Seen(SilentObserver):
     def chunk_confirmed(self, connection: int, wire_bytes: int) -> None:
         self.confirmed.heard(connection, wire_bytes, time.monotonic())
 
-    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
+    def path(
+        self, peer: str, rtt_s: float, segments_sent: int, segments_resent: int, delivery_bytes_per_s: float
+    ) -> None:
         self.resent_segments += segments_resent
         self.rtts_s.append(rtt_s)
 

@@ -288,8 +288,8 @@ def test_numbers_in_every_plain_form(cluster_file: Path, written: str, seconds: 
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ("connections: 65", "connections: 65 does not fit; give a whole number, at least 1 and at most 64, or auto"),
-        ("connections: 'x'", "connections: 'x' does not fit; give a whole number, at least 1 and at most 64, or auto"),
+        ("connections: 97", "connections: 97 does not fit; give a whole number, at least 1 and at most 96, or auto"),
+        ("connections: 'x'", "connections: 'x' does not fit; give a whole number, at least 1 and at most 96, or auto"),
         ("allowed_peers: a/b/c", "allowed_peers: expected a list, found the text 'a/b/c'; write [\"a/b/c\"]"),
         (
             "allowed_peers: [far/prefill/*, far/prefil/*]",

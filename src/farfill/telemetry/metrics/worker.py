@@ -116,6 +116,9 @@ class WorkerMetrics:
         self._tcp_delivery = metrics.gauge(
             "farfill_tcp_delivery_bytes_per_second", "Latest delivery rate of TCP, all connections.", peer=()
         )
+        self._tcp_sent = metrics.counter(
+            "farfill_tcp_segments_sent", "Segments TCP sent, those again included.", peer=()
+        )
         self._tcp_resent = metrics.counter("farfill_tcp_segments_resent", "Segments TCP sent again.", peer=())
 
     def set_capacity(self, kv_total_bytes: int) -> None:
@@ -193,10 +196,13 @@ class WorkerMetrics:
         if rtt_s is not None:
             self._link_rtt(peer=peer).set(rtt_s)
 
-    def path(self, peer: str, rtt_s: float, segments_resent: int, delivery_bytes_per_s: float) -> None:
-        """What TCP measured on all connections to `peer`; `segments_resent` since the last call."""
+    def path(
+        self, peer: str, rtt_s: float, segments_sent: int, segments_resent: int, delivery_bytes_per_s: float
+    ) -> None:
+        """What TCP measured on all connections to `peer`; segments since the last call, all and sent again."""
         self._tcp_rtt(peer=peer).set(rtt_s)
         self._tcp_delivery(peer=peer).set(delivery_bytes_per_s)
+        self._tcp_sent(peer=peer).inc(segments_sent)
         self._tcp_resent(peer=peer).inc(segments_resent)
 
     def _count_chunk(self, direction: str, raw_bytes: int, wire_bytes: int, codec: str, kind: str) -> None:
