@@ -204,6 +204,9 @@ class Admission:
     def tick(self, now_s: float) -> list[Effect]:
         """Time passed: refuse what has missed its deadline, start what fits."""
         effects: list[Effect] = []
+        if not self._waiting:
+            self._deadlines.clear()
+            return effects
         while (deadline_s := self.next_deadline_s()) is not None and deadline_s <= now_s:
             request = heappop(self._deadlines)[1]
             self._unqueue(request, now_s)
@@ -289,7 +292,10 @@ class Admission:
     def _tenant(self, name: str) -> _Tenant:
         tenant = self._tenants.get(name)
         if tenant is None:
-            tenant = _Tenant(self._settings_of(name), *self._share_of(name))
+            settings = self._settings_of(name)
+            if settings is _NO_LIMITS:
+                return _UNLIMITED
+            tenant = _Tenant(settings, *self._share_of(name))
             if tenant.limited:  # of the others there is nothing to remember
                 self._tenants[name] = tenant
                 if len(self._tenants) > MAX_TENANTS:
@@ -300,7 +306,7 @@ class Admission:
         return self._shares.get(name, (self._default_share, self._default_share))
 
     def _settings_of(self, name: str) -> TenantLimits:
-        return self._settings.get(name) or self._settings.get("*") or TenantLimits()
+        return self._settings.get(name) or self._settings.get("*") or _NO_LIMITS
 
 
 class _Done(msgspec.Struct, frozen=True):
@@ -364,3 +370,7 @@ def _without_link(arrival: Arrival) -> Arrival:
         priority=arrival.priority,
         deadline_s=arrival.deadline_s,
     )
+
+
+_NO_LIMITS = TenantLimits()
+_UNLIMITED = _Tenant(_NO_LIMITS, 1.0, 1.0)

@@ -92,6 +92,8 @@ class CircuitBreaker:
 
     def allows(self, now_s: float) -> bool:
         """Whether a request may go to the instance now. Changes nothing."""
+        if self._opened_s is None and self._overloaded_until_s is None:
+            return True  # nearly always, and asked for every instance of every decision
         if self.overloaded_s(now_s) > 0:
             return False
         state = self.state(now_s)
@@ -99,7 +101,7 @@ class CircuitBreaker:
 
     def begin(self, now_s: float) -> bool:
         """A request goes out. True: it is a half-open probe; pass that back to `end`."""
-        if self.state(now_s) is BreakerState.HALF_OPEN and self._probe_free:
+        if self._opened_s is not None and self.state(now_s) is BreakerState.HALF_OPEN and self._probe_free:
             self._probes_out += 1
             return True
         return False

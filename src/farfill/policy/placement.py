@@ -100,9 +100,12 @@ class PlacementProfile:
 
     def _scored(self, request: PlacementRequest, left: Sequence[Candidate], columns: list[list[float]]) -> list[float]:
         """The total of each; the scores of each scorer are added to `columns`."""
-        totals = [0.0] * len(left)
+        totals: list[float] = []
         for weight, scorer in self._scorers:
             column = scorer(request, left)
             columns.append(column)
-            totals = [total + weight * score for total, score in zip(totals, column, strict=True)]
-        return totals
+            if totals:
+                totals = [total + weight * score for total, score in zip(totals, column)]  # noqa: B905 (costs, here)
+            else:
+                totals = [weight * score for score in column]
+        return totals or [0.0] * len(left)

@@ -232,7 +232,11 @@ class BlockIndex:
     def _depth_of(self, holder: _Holder, keys: Sequence[bytes]) -> int:
         if holder.sparse:
             return next((i + 1 for i in range(len(keys) - 1, -1, -1) if self._mask(keys[i]) & holder.bit), 0)
-        return next((i for i, key in enumerate(keys) if not self._mask(key) & holder.bit), len(keys))
+        young, old, bit = self._young, self._old, holder.bit
+        for index, key in enumerate(keys):
+            if not (young.get(key, 0) | old.get(key, 0)) & bit:
+                return index
+        return len(keys)
 
     def _mask(self, key: bytes) -> int:
         return self._young.get(key, 0) | self._old.get(key, 0)

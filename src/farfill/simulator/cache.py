@@ -29,10 +29,9 @@ class BlockCache:
         if self._blocks == 0:
             return
         held = self._held
-        renew = held.pop
-        for key in reversed(keys):
-            renew(key, None)
-            held[key] = None
+        for key in keys:
+            held.pop(key, None)
+        held.update(dict.fromkeys(reversed(keys)))
         over = len(held) - self._blocks
         if over > 0:
             for key in list(islice(held, over)):

@@ -30,17 +30,12 @@ def generator(seed: int, stream: int) -> Generator:
 
 def drawn(draw: Callable[[int], list[float]]) -> Callable[[], float]:
     """One value at a time of what is drawn by the thousand."""
-    values: Iterator[float] = iter(())
 
-    def following() -> float:
-        nonlocal values
-        value = next(values, None)
-        if value is None:
-            values = iter(draw(_DRAWN_AT_ONCE))
-            value = next(values)
-        return value
+    def values() -> Iterator[float]:
+        while True:
+            yield from draw(_DRAWN_AT_ONCE)
 
-    return following
+    return values().__next__
 
 
 def lengths_of(lengths: Lengths, rng: Generator) -> Callable[[], float]:
