@@ -7,11 +7,12 @@ sign of life. Keys (`kv.hashing`) are `KEY_BYTES` long, one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import msgspec
 
 from farfill.core.errors import ProtocolError
+from farfill.wire.stream import StreamReader, framed
 
 BLOCKS_PATH = "/v1/blocks"
 KEY_BYTES = 16
@@ -53,8 +54,7 @@ _decoder = msgspec.msgpack.Decoder(BlocksMessage)
 
 def encode_blocks(message: BlocksMessage) -> bytes:
     """One frame."""
-    body = _encode(message)
-    return len(body).to_bytes(4, "big") + body
+    return framed(_encode(message))
 
 
 def join_keys(keys: Iterable[bytes]) -> bytes:
@@ -69,24 +69,8 @@ def split_keys(joined: bytes) -> list[bytes]:
     return [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
 
 
-class BlocksReader:
+class BlocksReader(StreamReader[BlocksMessage]):
     """Cuts a byte stream into messages."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> Iterator[BlocksMessage]:
-        """Yield each complete message. Raises ProtocolError on an oversized or malformed frame."""
-        self._buffer += data
-        while len(self._buffer) >= 4:
-            length = int.from_bytes(self._buffer[:4], "big")
-            if length > MAX_FRAME_BYTES:
-                raise ProtocolError(f"frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-            if len(self._buffer) < 4 + length:
-                return
-            body = bytes(self._buffer[4 : 4 + length])
-            del self._buffer[: 4 + length]
-            try:
-                yield _decoder.decode(body)
-            except msgspec.DecodeError as error:
-                raise ProtocolError(f"malformed frame of block events: {error}") from error
+        super().__init__(_decoder.decode, max_bytes=MAX_FRAME_BYTES, what="frame of block events")
