@@ -253,6 +253,7 @@ class StreamClient(asyncio.Protocol):
         self.number = number
         self.tokens = 0
         self.failed = ""
+        self._began = False
         self._streams = streams
         self._tail = b""
         self.transport: asyncio.Transport
@@ -265,8 +266,10 @@ class StreamClient(asyncio.Protocol):
         # One that is cut in two counts with its end.
         came = (self._tail + data).count(b'"content":"' + TEXT.encode())
         self._tail = data[-len(TEXT) - 12 :] if not data.endswith(b"\n") else b""
-        if not self.tokens and not came and not data.startswith(b"HTTP/1.1 200"):
-            self.failed = data[:2000].decode(errors="replace")
+        if not self._began:
+            self._began = True
+            if not data.startswith(b"HTTP/1.1 200"):
+                self.failed = data[:2000].decode(errors="replace")
         self.tokens += came
         for _ in range(came):
             self._streams.next(self.number)

@@ -189,7 +189,7 @@ async def router(upstream_port: int) -> AsyncIterator[Side | None]:
             await listens(own_port)
             yield Side("vllm-router", ("127.0.0.1", own_port), psutil.Process(child.pid))
         finally:
-            child.terminate()
+            child.kill()  # asked to stop it waits for its streams, also for those whose clients are gone
             child.wait(30)
 
 
