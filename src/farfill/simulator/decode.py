@@ -8,22 +8,20 @@ has output tokens. Prompts that are prefilled here take turns with steps, a chun
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from heapq import heappop, heappush
 from math import ceil
 
 from farfill.core.cluster import Instance, InstanceState
 from farfill.simulator.cache import BlockCache
 from farfill.simulator.kernel import Kernel
-from farfill.simulator.request import Request
+from farfill.simulator.request import Listeners, Request
 from farfill.simulator.times import PrefillTimes, StepTimes
 
-Told = Callable[[Request], None]
 _FIRST, _LAST = 0, 1
 
 
 class DecodeServer:
-    """Owner calls `prefill` or `join`; told are `prefilled` (a local prompt), `first` token and `finished`."""
+    """Owner calls `prefill` or `join`; `told` is of prompts prefilled here, of first tokens and of what is finished."""
 
     def __init__(
         self,
@@ -31,20 +29,18 @@ class DecodeServer:
         instance: Instance,
         steps: StepTimes,
         prefill_times: PrefillTimes | None,
-        cache: BlockCache,
+        told: Listeners,
         *,
+        cache: BlockCache,
         chunk_tokens: int,
-        prefilled: Told,
-        first: Told,
-        finished: Told,
     ) -> None:
         self._kernel = kernel
         self._steps = steps
         self._prefill_times = prefill_times
         self._chunk_tokens = chunk_tokens
-        self._prefilled = prefilled
-        self._first = first
-        self._finished = finished
+        self._prefilled = told.locally_prefilled
+        self._first = told.first_token
+        self._finished = told.finished
         self._running: dict[Request, float] = {}
         self._joining: deque[tuple[Request, int]] = deque()
         self._prompts: deque[tuple[Request, int]] = deque()

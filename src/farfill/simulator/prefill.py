@@ -3,36 +3,32 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 from farfill.core.cluster import Instance, InstanceState
 from farfill.policy.breaker import CircuitBreaker
 from farfill.simulator.cache import BlockCache
 from farfill.simulator.kernel import Kernel
-from farfill.simulator.request import Request
+from farfill.simulator.request import Listeners, Request
 from farfill.simulator.times import PrefillTimes
-
-Told = Callable[[Request], None]
 
 
 class PrefillServer:
-    """Owner calls `submit`; told are `started` (service begins) and `finished`. `busy_s` counts service."""
+    """Owner calls `submit`; `told` is when service begins and when it is finished. `busy_s` counts service."""
 
     def __init__(
         self,
         kernel: Kernel,
         instance: Instance,
         times: PrefillTimes,
-        cache: BlockCache,
+        told: Listeners,
         *,
+        cache: BlockCache,
         block_tokens: int,
-        started: Told,
-        finished: Told,
     ) -> None:
         self._kernel = kernel
         self._times = times
-        self._started = started
-        self._finished = finished
+        self._started = told.prefill_started
+        self._finished = told.prefill_finished
         self._block_tokens = block_tokens
         self._queue: deque[tuple[Request, int]] = deque()
         self._serving: Request | None = None

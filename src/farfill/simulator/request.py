@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from farfill.policy.offload import Forced
@@ -86,3 +87,19 @@ class Request:
         self.sent_s = -1.0
         self.to_send = -1.0
         self.uncached = 0
+
+
+Told = Callable[[Request], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who is told what happens to a request at servers. `computing`: a piece of its prompt, its tokens from and to,
+    begins to take so many seconds; only servers that compute prompts in turns say so."""
+
+    prefill_started: Told
+    computing: Callable[[Request, int, int, float], None]
+    prefill_finished: Told
+    locally_prefilled: Told
+    first_token: Told
+    finished: Told

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from farfill.core.cluster import Instance, InstanceState, Role
@@ -14,7 +13,7 @@ from farfill.simulator.decode import DecodeServer
 from farfill.simulator.kernel import Kernel
 from farfill.simulator.link import SharedLink, goodput
 from farfill.simulator.prefill import PrefillServer
-from farfill.simulator.request import Request
+from farfill.simulator.request import Listeners
 from farfill.simulator.scenario import Scenario
 from farfill.simulator.scenario_file import LinkShape
 from farfill.simulator.times import PrefillTimes, StepTimes
@@ -42,22 +41,10 @@ class Site:
     gone_busy_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Told:
-    """Who is told what happens at servers."""
-
-    prefill_started: Callable[[Request], None]
-    computing: Callable[[Request, int, int, float], None]
-    prefill_finished: Callable[[Request], None]
-    locally_prefilled: Callable[[Request], None]
-    first_token: Callable[[Request], None]
-    finished: Callable[[Request], None]
-
-
 class Hardware:
     """Makes sites and servers, and changes their state. `changed` is told when an instance came or went."""
 
-    def __init__(self, kernel: Kernel, scenario: Scenario, block_tokens: int, told: Told) -> None:
+    def __init__(self, kernel: Kernel, scenario: Scenario, block_tokens: int, told: Listeners) -> None:
         self._kernel = kernel
         self._scenario = scenario
         self._block_tokens = block_tokens
@@ -135,54 +122,20 @@ class Hardware:
             site.prefill = [s for s in site.prefill if s is not server]
 
     def _decode_server(self, site: Site, instance: Instance) -> DecodeServer:
-        told, cache = self._told, BlockCache(self._scenario.file.caches.decode_tokens // self._block_tokens)
-        if self._turns is not None:
-            return TurnsDecode(
-                self._kernel,
-                instance,
-                self._steps,
-                site.times,
-                cache,
-                limits=self._turns,
-                prefilled=told.locally_prefilled,
-                first=told.first_token,
-                finished=told.finished,
-            )
-        return DecodeServer(
-            self._kernel,
-            instance,
-            self._steps,
-            site.times,
-            cache,
-            chunk_tokens=self._scenario.problem.chunk_tokens,
-            prefilled=told.locally_prefilled,
-            first=told.first_token,
-            finished=told.finished,
-        )
+        cache = BlockCache(self._scenario.file.caches.decode_tokens // self._block_tokens)
+        parts = (self._kernel, instance, self._steps, site.times, self._told)
+        chunk_tokens = self._scenario.problem.chunk_tokens
+        if self._turns is None:
+            return DecodeServer(*parts, cache=cache, chunk_tokens=chunk_tokens)
+        return TurnsDecode(*parts, cache=cache, chunk_tokens=chunk_tokens, limits=self._turns)
 
     def _prefill_server(self, site: Site, instance: Instance) -> PrefillServer:
         assert site.times is not None, "a site that prefills has times"
-        told, cache = self._told, BlockCache(self._scenario.file.caches.prefill_tokens // self._block_tokens)
-        if self._turns is not None:
-            return TurnsPrefill(
-                self._kernel,
-                instance,
-                site.times,
-                cache,
-                limits=self._turns,
-                block_tokens=self._block_tokens,
-                computing=told.computing,
-                finished=told.prefill_finished,
-            )
-        return PrefillServer(
-            self._kernel,
-            instance,
-            site.times,
-            cache,
-            block_tokens=self._block_tokens,
-            started=told.prefill_started,
-            finished=told.prefill_finished,
-        )
+        cache = BlockCache(self._scenario.file.caches.prefill_tokens // self._block_tokens)
+        parts = (self._kernel, instance, site.times, self._told)
+        if self._turns is None:
+            return PrefillServer(*parts, cache=cache, block_tokens=self._block_tokens)
+        return TurnsPrefill(*parts, cache=cache, block_tokens=self._block_tokens, limits=self._turns)
 
     def _site(self, name: str, profile: Profile, link: SharedLink | None) -> Site:
         times = None if profile.prefill is None else PrefillTimes(profile, self._longest)

@@ -16,11 +16,9 @@ from farfill.simulator.cache import BlockCache
 from farfill.simulator.decode import DecodeServer
 from farfill.simulator.kernel import Kernel
 from farfill.simulator.prefill import PrefillServer
-from farfill.simulator.request import Request
+from farfill.simulator.request import Listeners, Request, Told
 from farfill.simulator.times import PrefillTimes, StepTimes
 
-Told = Callable[[Request], None]
-Computing = Callable[[Request, int, int, float], None]
 _TURNS_PER_FAIR_TURN = 4
 
 
@@ -35,9 +33,9 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEvents:
-    """Who is told: `computing` as a piece of a prompt, its tokens from and to, begins to take so many seconds."""
+    """Who is told; see `Listeners`."""
 
-    computing: Computing
+    computing: Callable[[Request, int, int, float], None]
     prompt_done: Told
     first: Told
     finished: Told
@@ -235,16 +233,15 @@ class TurnsPrefill(PrefillServer):
         kernel: Kernel,
         instance: Instance,
         times: PrefillTimes,
-        cache: BlockCache,
+        told: Listeners,
         *,
-        limits: TurnLimits,
+        cache: BlockCache,
         block_tokens: int,
-        computing: Computing,
-        finished: Told,
+        limits: TurnLimits,
     ) -> None:
-        super().__init__(kernel, instance, times, cache, block_tokens=block_tokens, started=_nothing, finished=finished)
-        told = TurnEvents(computing=computing, prompt_done=self._done, first=_nothing, finished=_nothing)
-        self._turns = Turns(kernel, limits, times, None, told)
+        super().__init__(kernel, instance, times, told, cache=cache, block_tokens=block_tokens)
+        events = TurnEvents(computing=told.computing, prompt_done=self._done, first=_nothing, finished=_nothing)
+        self._turns = Turns(kernel, limits, times, None, events)
         self._there: dict[Request, None] = {}
 
     @property
@@ -288,26 +285,17 @@ class TurnsDecode(DecodeServer):
         instance: Instance,
         steps: StepTimes,
         prefill_times: PrefillTimes | None,
-        cache: BlockCache,
+        told: Listeners,
         *,
+        cache: BlockCache,
+        chunk_tokens: int,
         limits: TurnLimits,
-        prefilled: Told,
-        first: Told,
-        finished: Told,
     ) -> None:
-        super().__init__(
-            kernel,
-            instance,
-            steps,
-            prefill_times,
-            cache,
-            chunk_tokens=limits.chunk_tokens,
-            prefilled=prefilled,
-            first=first,
-            finished=finished,
+        super().__init__(kernel, instance, steps, prefill_times, told, cache=cache, chunk_tokens=chunk_tokens)
+        events = TurnEvents(
+            computing=_no_transfer, prompt_done=self._prompt_ready, first=told.first_token, finished=told.finished
         )
-        told = TurnEvents(computing=_no_transfer, prompt_done=self._prompt_ready, first=first, finished=finished)
-        self._turns = Turns(kernel, limits, prefill_times, steps, told)
+        self._turns = Turns(kernel, limits, prefill_times, steps, events)
 
     @property
     def running(self) -> int:

@@ -12,9 +12,9 @@ from farfill.simulator.kernel import Kernel
 from farfill.simulator.monitor import Monitor
 from farfill.simulator.prefill import PrefillServer
 from farfill.simulator.records import Kept, Records
-from farfill.simulator.request import Request
+from farfill.simulator.request import Listeners, Request
 from farfill.simulator.scenario import Scenario
-from farfill.simulator.sites import Hardware, Server, Site, Told
+from farfill.simulator.sites import Hardware, Server, Site
 from farfill.simulator.times import Sizes
 from farfill.simulator.traffic import GeneratedTraffic, TraceTraffic, longest_tokens
 from farfill.simulator.troubles import Troubles
@@ -34,7 +34,7 @@ class World:
         self.total = len(scenario.trace) or file.requests
         self.records = Records(int(self.total * file.warmup))
         self.kept = Kept() if scenario.recorded else None
-        told = Told(
+        told = Listeners(
             prefill_started=self._prefill_started,
             computing=self._computing,
             prefill_finished=self._prefill_finished,
