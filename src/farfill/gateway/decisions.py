@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from farfill.gateway.line_log import LineLog
 from farfill.policy.replay import record
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True):
     """One policy's answer: the fields of a line of `policy.replay`. Encoded only when somebody looks."""
 
     policy: str

@@ -6,7 +6,7 @@ Each gateway admits its own part of a limit (`policy.shares`); `replicas` tells 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from farfill.clock import Clock
@@ -60,15 +60,18 @@ class LimitMeter:
         if bucket is not None and not bucket.take(1.0, now_s):
             raise self._refusal("key_requests", bucket.wait_s(1.0, now_s))
 
-    @contextmanager
-    def tokens(self, principal: Principal, tenant: str, tokens: int) -> Iterator[Spent]:
+    def tokens(self, principal: Principal, tenant: str, tokens: int) -> AbstractContextManager[Spent]:
         """Prompt and longest output of a request; what it does not use counts again. Raises OverloadedError (429)."""
         self._count(f"tenant:{tenant}", 0, 1.0)
         self._count(f"tenant:{tenant}", 1, float(tokens))
-        limits, spent = principal.limits, Spent()
+        limits = principal.limits
         if limits is None or not limits.tokens_per_s:
-            yield spent
-            return
+            return nullcontext(Spent())
+        return self._spending(principal, limits, tokens)
+
+    @contextmanager
+    def _spending(self, principal: Principal, limits: RateLimits, tokens: int) -> Iterator[Spent]:
+        spent = Spent()
         self._count(principal.name, 1, float(tokens))
         bucket, now_s = self._of(principal.name, limits).tokens, self._clock.now_s()
         if bucket is not None and not bucket.take(float(tokens), now_s):

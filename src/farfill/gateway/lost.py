@@ -9,8 +9,8 @@ and an instance that has only lost the registry goes on talking.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 
 import structlog
 
@@ -71,6 +71,10 @@ class LostWatch:
                 self.look()
 
 
+def _nothing() -> None:
+    pass
+
+
 class Wait:
     """One request's wait. `silent_since_s`: since when nothing has come; None while nothing is waited for."""
 
@@ -79,21 +83,31 @@ class Wait:
         self.silent_since_s: float | None = clock.now_s()
         self.lost = False
         self._waits = waits
-        self._on_lost: Callable[[], object] = lambda: None
+        self._on_lost: Callable[[], object] = _nothing
+        self._limit: asyncio.Timeout | None = None
 
-    @asynccontextmanager
-    async def ends_when_lost(self) -> AsyncIterator[None]:
-        """Raises WorkerConnectionError out of the block when the instance is lost."""
+    async def __aenter__(self) -> None:
+        """`async with` it: raises WorkerConnectionError out of the block when the instance is lost."""
+        self._limit = asyncio.timeout(None)
+        await self._limit.__aenter__()
+        self.on_lost(self._interrupt)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.on_lost(_nothing)
+        limit, self._limit = self._limit, None
+        assert limit is not None, "entered"
         try:
-            async with asyncio.timeout(None) as limit:
-                self.on_lost(lambda: limit.reschedule(asyncio.get_running_loop().time()))
-                yield
-        except TimeoutError as error:
-            if not self.lost:
-                raise
+            await limit.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            raise self.error() from late
+        if isinstance(error, TimeoutError) and self.lost:
             raise self.error() from error
-        finally:
-            self.on_lost(lambda: None)
+
+    def _interrupt(self) -> None:
+        if self._limit is not None:
+            self._limit.reschedule(asyncio.get_running_loop().time())
 
     def on_lost(self, call: Callable[[], object]) -> None:
         """What to do, once, when it is lost."""

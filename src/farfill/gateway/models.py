@@ -6,8 +6,7 @@ is its own: tokenizer, threshold, costs of a token, placement.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -40,20 +39,21 @@ class ServedModel:
         model = self.service.deps.config.model
         return (model.name, *model.aliases)
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Raises OverloadedError (429) when as many requests for it are in progress as may."""
+    def slot(self) -> ServedModel:
+        """Hold it with `with`. Raises OverloadedError (429) when as many requests for it are in progress as may."""
         limit = self.service.deps.config.model.max_concurrent_requests
         if limit and self.in_progress >= limit:
             raise OverloadedError(
                 f"{limit} requests for {self.name} are in progress (max_concurrent_requests of the model)",
                 reason="model_busy",
             )
+        return self
+
+    def __enter__(self) -> None:
         self.in_progress += 1
-        try:
-            yield
-        finally:
-            self.in_progress -= 1
+
+    def __exit__(self, *_: object) -> None:
+        self.in_progress -= 1
 
 
 @dataclass(slots=True)

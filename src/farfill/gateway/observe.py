@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import msgspec
 
 from farfill.core.cluster import FallbackReason, Instance, PlacementReason
 from farfill.policy.breaker import BreakerState
@@ -12,8 +13,7 @@ from farfill.policy.breaker import BreakerState
 OutcomeName = Literal["ok", "client_error", "rejected", "error", "cancelled"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestSummary:
+class RequestSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One API request that ended. Labels are safe for metrics: `model` is a served name or "other".
 
     `placement` is what really happened ("local" | "remote"), "none" when it never started. `reason` and
@@ -38,7 +38,7 @@ class RequestSummary:
     ttft_s: float | None = None
     tpot_s: float | None = None
     duration_s: float
-    stages_s: Mapping[str, float] = field(default_factory=dict[str, float])
+    stages_s: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
 
 
 class MediaObserver(Protocol):

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import msgspec
 import structlog
 
 from farfill.core.errors import FarfillError
@@ -80,7 +81,7 @@ class ParitySampler:
             log.error("parity_differs", request_id=job.request_id, far=list(far), near=near)
 
     async def _near(self, job: Job, tokens: int) -> list[int]:
-        again = replace(
+        again = msgspec.structs.replace(
             job,
             request_id=f"{job.request_id}-parity",
             keys=(),

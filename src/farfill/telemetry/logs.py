@@ -11,6 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, Literal, TextIO, cast
 
 import msgspec
@@ -109,11 +110,28 @@ class _Lenient:
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Replace secrets in `event`, at any depth."""
+    texts: list[str] = []
+    for key, value in event.items():
+        kind = type(value)
+        if kind is str:
+            texts.append(value)
+        elif isinstance(value, str | dict | list | tuple) and value:
+            break
+        if _secret_name(key):
+            break
+    else:  # as nearly always: a flat event, looked through in one go
+        if not _suspect("\n".join(texts)):
+            return event
     return {key: _redacted(key, value) for key, value in event.items()}
 
 
+@lru_cache(1024)
+def _secret_name(key: str) -> bool:
+    return key.lower().replace("-", "_") in _SECRET_NAMES
+
+
 def _redacted(key: object, value: Any) -> Any:
-    if isinstance(key, str) and key.lower().replace("-", "_") in _SECRET_NAMES:
+    if isinstance(key, str) and _secret_name(key):
         return REDACTED
     if isinstance(value, str):
         return _SECRET_TEXT.sub(REDACTED, value) if _suspect(value) else value

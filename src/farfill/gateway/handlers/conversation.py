@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import msgspec
 
 from farfill.config.model import ModelConfig
 from farfill.core.errors import FarfillError, InvalidRequestError
@@ -25,8 +27,7 @@ from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
 _PROMPT_END_TOKENS = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     """A chat request, understood. `sampling` has all but the final length limit."""
 
     prompt: PromptTokens

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
+import msgspec
 from aiohttp import web
 
 from farfill.core.cluster import FallbackReason
@@ -45,8 +44,7 @@ MAX_PROMPTS = 128
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prompts:
+class Prompts(msgspec.Struct, frozen=True, kw_only=True):
     """Token ids of each prompt, its text where it is echoed, how to sample, and how to read the answer of a chat, which
     alone may be `pictured`."""
 
@@ -169,46 +167,50 @@ class GenerateHandler:
             tracker.prompts([len(ids) for ids in prompts.token_ids])
             jobs = await self._jobs(prompts, caller, priority, forced, _traceparent(request), tracker)
             renderer, include_usage = self._renderer(body, tracker, prompts)
-            async with self._turn(jobs, tracker, principal) as turn:
-                with tracker.stage("dispatch"):
-                    generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
-                turn.sent()
+            kv_tokens = sum(len(job.prompt) + job.sampling.n * job.sampling.max_tokens for job in jobs)
+            with self._service.gate.meter.tokens(principal, caller.tenant, kv_tokens) as spent:
+                turn = self._turn(jobs, kv_tokens, tracker)
+                with tracker.stage("queue"):
+                    await turn.begin()
                 try:
-                    tracker.started(generations)
-                    with tracker.stage("stream"):
-                        response = await exchange.answer(
-                            renderer, generations, stream=tracker.stream, include_usage=include_usage
-                        )
-                    for generation in generations:
-                        await generation.finish()
-                    return response
+                    with tracker.stage("dispatch"):
+                        generations = await open_all(self._service.dispatcher, jobs, tracker.placed)
+                    turn.sent()
+                    try:
+                        return await self._answer(exchange, renderer, generations, tracker, include_usage)
+                    finally:
+                        turn.used_tokens = spent.used = sum(len(g.job.prompt) + g.timing.tokens for g in generations)
+                        for generation in generations:
+                            generation.close()
                 finally:
-                    turn.used_tokens = sum(len(g.job.prompt) + g.timing.tokens for g in generations)
-                    for generation in generations:
-                        generation.close()
+                    turn.end()
 
-    @asynccontextmanager
-    async def _turn(self, jobs: Sequence[Job], tracker: RequestTracker, principal: Principal) -> AsyncIterator[Turn]:
-        """The request's turn to run, waited for; all its prompts count together."""
-        service, first = self._service, jobs[0]
-        kv_tokens = sum(len(job.prompt) + job.sampling.n * job.sampling.max_tokens for job in jobs)
-        far_tokens = sum(len(job.prompt) for job in jobs if len(job.prompt) > service.threshold.tokens)
-        async with AsyncExitStack() as stack:
-            spent = stack.enter_context(service.gate.meter.tokens(principal, first.tenant, kv_tokens))
-            with tracker.stage("queue"):
-                turn = await stack.enter_async_context(
-                    service.admission.turn(
-                        tenant=first.tenant,
-                        kv_tokens=kv_tokens,
-                        link_bytes=int(far_tokens * service.links.bytes_per_token),
-                        priority=first.priority,
-                        deadline_s=tracker.accepted_s + self._config.gateway.request_timeout_s,
-                    )
-                )
-            try:
-                yield turn
-            finally:
-                spent.used = turn.used_tokens
+    async def _answer(
+        self,
+        exchange: _Exchange,
+        renderer: Renderer,
+        generations: list[Generation],
+        tracker: RequestTracker,
+        include_usage: bool,
+    ) -> web.StreamResponse:
+        tracker.started(generations)
+        with tracker.stage("stream"):
+            response = await exchange.answer(renderer, generations, stream=tracker.stream, include_usage=include_usage)
+        for generation in generations:
+            await generation.finish()
+        return response
+
+    def _turn(self, jobs: Sequence[Job], kv_tokens: int, tracker: RequestTracker) -> Turn:
+        """The request's turn to run; all its prompts count together."""
+        service, first, threshold = self._service, jobs[0], self._service.threshold.tokens
+        far_tokens = sum(len(job.prompt) for job in jobs if len(job.prompt) > threshold)
+        return service.admission.turn(
+            tenant=first.tenant,
+            kv_tokens=kv_tokens,
+            link_bytes=int(far_tokens * service.links.bytes_per_token),
+            priority=first.priority,
+            deadline_s=tracker.accepted_s + self._config.gateway.request_timeout_s,
+        )
 
     async def _jobs(  # noqa: PLR0917 (what `_generate` found out)
         self,

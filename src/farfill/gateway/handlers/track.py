@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Literal
 
 import structlog
@@ -24,6 +22,23 @@ from farfill.gateway.service import GatewayService
 log = structlog.get_logger("farfill.gateway")
 
 Endpoint = Literal["chat", "completions"]
+
+
+class _Stage:
+    """A step while it runs."""
+
+    __slots__ = ("_began_s", "_name", "_tracker")
+
+    def __init__(self, name: str, tracker: RequestTracker) -> None:
+        self._name = name
+        self._tracker = tracker
+        self._began_s = 0.0
+
+    def __enter__(self) -> None:
+        self._began_s = self._tracker.stage_began(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._tracker.stage_ended(self._name, self._began_s)
 
 
 class RequestTracker:
@@ -50,15 +65,19 @@ class RequestTracker:
         """The request is for this model, whose view of the gateway `service` is."""
         self._service, self.model = service, service.deps.config.model.name
 
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str) -> _Stage:
         """Count the seconds of one pipeline step."""
+        return _Stage(name, self)
+
+    def stage_began(self, name: str) -> float:
+        """Returns when: the clock's time."""
         began_s = self._clock.now_s()
         self._stages_at_s.setdefault(name, began_s - self.accepted_s)
-        try:
-            yield
-        finally:
-            self._stages_s[name] = self._stages_s.get(name, 0.0) + self._clock.now_s() - began_s
+        return began_s
+
+    def stage_ended(self, name: str, began_s: float) -> None:
+        """Its seconds add up."""
+        self._stages_s[name] = self._stages_s.get(name, 0.0) + self._clock.now_s() - began_s
 
     def prompts(self, lengths: list[int]) -> None:
         """The request has these prompts."""

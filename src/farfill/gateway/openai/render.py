@@ -56,8 +56,7 @@ class ChoiceResult:
         return "".join(self.texts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rendering:
+class Rendering(msgspec.Struct, frozen=True, kw_only=True):
     """What a renderer must know of the request. `echo_texts` is empty unless prompts are echoed."""
 
     request_id: str

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from farfill.clock import Clock
@@ -32,12 +31,29 @@ _TEXTS = {
 
 
 class Turn:
-    """A request that began. Tell what is known of it while it runs."""
+    """A request's turn: waited for with `begin`, held until `end`. Tell what is known of it while it runs."""
 
-    def __init__(self, sent: Callable[[], None]) -> None:
-        self.sent = sent
-        """To be called when its KV has crossed the link, or need not."""
+    __slots__ = ("_admission", "_arrival", "_came_s", "used_tokens")
+
+    def __init__(self, admission: Admission, arrival: Arrival, came_s: float) -> None:
+        self._admission = admission
+        self._arrival = arrival
+        self._came_s = came_s
         self.used_tokens: int | None = None
+
+    async def begin(self) -> None:
+        """Wait for it. Raises OverloadedError (429), CapacityError (503) or InvalidRequestError (400) with the reason;
+        there is nothing to end then."""
+        await self._admission.wait(self._arrival, self._came_s)
+
+    def sent(self) -> None:
+        """Its KV has crossed the link, or need not."""
+        if self._arrival.link_bytes:
+            self._admission.sent(self._arrival.request)
+
+    def end(self) -> None:
+        """It is over, however."""
+        self._admission.ended(self._arrival.request, self.used_tokens)
 
 
 class Admission:
@@ -78,27 +94,22 @@ class Admission:
         """Requests in either gate."""
         return self._in_progress
 
-    @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Raises OverloadedError (429) when as many requests are in progress, or wait, as may."""
+    def slot(self) -> Admission:
+        """Hold it with `with`. Raises OverloadedError (429) when as many requests are in progress, or wait, as may."""
         if self._in_progress >= self._limit:
             raise OverloadedError(
                 f"{self._limit} requests are in progress (gateway.max_concurrent_requests, admission.max_queue)"
             )
+        return self
+
+    def __enter__(self) -> None:
         self._in_progress += 1
-        try:
-            yield
-        finally:
-            self._in_progress -= 1
 
-    @asynccontextmanager
-    async def turn(
-        self, *, tenant: str, kv_tokens: int, link_bytes: int, priority: int, deadline_s: float
-    ) -> AsyncIterator[Turn]:
-        """Wait for a turn, and hold it. Lower `priority` goes first.
+    def __exit__(self, *_: object) -> None:
+        self._in_progress -= 1
 
-        Raises OverloadedError (429), CapacityError (503) or InvalidRequestError (400), with the reason.
-        """
+    def turn(self, *, tenant: str, kv_tokens: int, link_bytes: int, priority: int, deadline_s: float) -> Turn:
+        """A turn to `begin`. Lower `priority` goes first."""
         key, came_s = str(next(self._keys)), self._clock.now_s()
         arrival = Arrival(
             request=key,
@@ -108,8 +119,17 @@ class Admission:
             priority=-priority,
             deadline_s=min(deadline_s, came_s + self._queue_timeout_s),
         )
+        return Turn(self, arrival, came_s)
+
+    async def wait(self, arrival: Arrival, came_s: float) -> None:
+        """For the turn of `arrival`; see `Turn.begin`."""
+        key, effects = arrival.request, self._machine.arrive(arrival, came_s)
+        if len(effects) == 1 and isinstance(effects[0], Started):  # at once, as nearly always
+            self._observer.admission_ended("started", 0.0)
+            self._tell()
+            return
         begun = self._waiting[key] = asyncio.get_running_loop().create_future()
-        self._apply(self._machine.arrive(arrival, came_s))
+        self._apply(effects)
         try:
             await begun
         except FarfillError as error:
@@ -120,11 +140,14 @@ class Admission:
             self._withdraw(key)
             raise
         self._observer.admission_ended("started", self._clock.now_s() - came_s)
-        turn = Turn(lambda: self._apply(self._machine.sent(key, self._clock.now_s())))
-        try:
-            yield turn
-        finally:
-            self._apply(self._machine.end(key, self._clock.now_s(), used_tokens=turn.used_tokens))
+
+    def sent(self, key: str) -> None:
+        """See `Turn.sent`."""
+        self._apply(self._machine.sent(key, self._clock.now_s()))
+
+    def ended(self, key: str, used_tokens: int | None) -> None:
+        """See `Turn.end`."""
+        self._apply(self._machine.end(key, self._clock.now_s(), used_tokens=used_tokens))
 
     def _withdraw(self, key: str) -> None:
         """The client left; its turn may have come at the same moment."""
@@ -144,9 +167,13 @@ class Admission:
                 begun.set_result(None)
             else:
                 begun.set_exception(_error(effect))
+        self._tell()
+
+    def _tell(self) -> None:
         kv_tokens, link_bytes = self._machine.outstanding
         self._observer.admission(self._machine.running, self._machine.waiting, kv_tokens, link_bytes)
-        self._set_timer()
+        if self._timer is not None or self._machine.waiting:
+            self._set_timer()
 
     def _set_timer(self) -> None:
         if self._timer is not None:

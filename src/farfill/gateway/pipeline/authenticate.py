@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 from farfill.core.errors import InvalidRequestError
 from farfill.gateway.principal import Principal
@@ -17,8 +18,7 @@ SESSION_HEADER = "X-Session-ID"
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
-@dataclass(frozen=True, slots=True)
-class Caller:
+class Caller(msgspec.Struct, frozen=True):
     """`salt` separates prefix reuse: equal prompts share KV only under an equal salt. `session`: "" if none."""
 
     tenant: str

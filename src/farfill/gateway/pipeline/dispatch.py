@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import msgspec
 import structlog
 
 from farfill.clock import Clock
@@ -44,8 +45,7 @@ log = structlog.get_logger("farfill.gateway")
 TellPlaced = Callable[[Placed | NotPlaced], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """One try. `fallback` is set when the gateway itself already turned from far to local prefill."""
 
     placed: Placed
@@ -74,7 +74,7 @@ class Dispatcher:
 
         Raises FarfillError as the client should see it; nothing is left running then, or when cancelled.
         """
-        job = replace(job, deaths=Deaths(self.config.routing.max_deaths_per_request))
+        job = msgspec.structs.replace(job, deaths=Deaths(self.config.routing.max_deaths_per_request))
         plan = self._plan(job, placed)
         try:
             return await self._attempt(job, plan)
@@ -125,7 +125,7 @@ class Dispatcher:
     def _second_plan(self, job: Job, plan: Plan, error: FarfillError, placed: TellPlaced) -> Plan | None:
         """What else may work after `error`, if anything."""
         if _ticket_refused(error) and plan.placement.remote and self.config.routing.fallback_to_local_prefill:
-            return replace(
+            return msgspec.structs.replace(
                 plan,
                 placement=replace(plan.placement, prefill=None),
                 fallback=FallbackReason.TICKET_INVALID,
@@ -152,7 +152,7 @@ class Dispatcher:
         claim = self.work.begin(placement.decode, near_tokens, job.tenant)
         wait, stream = self.lost.begin(placement.decode), None
         try:
-            async with wait.ends_when_lost():
+            async with wait:
                 stream = await self._decode(placement.decode, self._decode_command(job, plan, token), leg)
                 self.reach.tried(placement.decode, reached=True)
                 start, first = await _first_tokens(stream, placement.decode)

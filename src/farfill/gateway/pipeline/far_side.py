@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from farfill.config.routing import RoutingConfig
 from farfill.core.cluster import Instance, InstanceState, PlacementReason, Role
 from farfill.gateway.adapt import Threshold
@@ -22,8 +24,7 @@ from farfill.policy.replay import PlacementInputs
 UNKNOWN_S_PER_TOKEN = 1e-6
 
 
-@dataclass(frozen=True, slots=True)
-class FarPlacement:
+class FarPlacement(msgspec.Struct, frozen=True):
     """`prefill` is set exactly when the prompt goes far."""
 
     decision: OffloadDecision

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import msgspec
 
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.pipeline.deaths import Deaths
@@ -11,8 +12,7 @@ from farfill.policy.offload import Forced
 from farfill.wire.control import MediaMessage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to generate from. `keys` are its prefix keys; times in the gateway's monotonic clock."""
 
     request_id: str
@@ -28,4 +28,4 @@ class Job:
     accepted_s: float
     media: tuple[MediaMessage, ...] = ()
     position_offset: int = 0
-    deaths: Deaths = field(default_factory=Deaths)
+    deaths: Deaths = msgspec.field(default_factory=Deaths)

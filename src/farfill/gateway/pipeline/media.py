@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import structlog
 
 from farfill.core.cluster import Instance, InstanceState, Role
@@ -23,8 +24,7 @@ log = structlog.get_logger("farfill.gateway")
 _TRIES = 2
 
 
-@dataclass(frozen=True, slots=True)
-class PromptTokens:
+class PromptTokens(msgspec.Struct, frozen=True):
     """A prompt as workers get it. `media` and `position_offset` as in `wire.control.DecodeCommand`."""
 
     token_ids: list[int]

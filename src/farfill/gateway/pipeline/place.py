@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 from msgspec import structs
 
 from farfill.clock import Clock
@@ -49,8 +50,7 @@ class Membership(Protocol):
     def instances(self) -> tuple[Instance, ...]: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementQuery:
+class PlacementQuery(msgspec.Struct, frozen=True, kw_only=True):
     """`keys` are the prompt's prefix keys; `total_tokens` its length and that of the output to come."""
 
     request_id: str
@@ -62,8 +62,7 @@ class PlacementQuery:
     forced: Forced | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placed:
+class Placed(msgspec.Struct, frozen=True, kw_only=True):
     """The placement, the prefix hits (tokens) it counts on near and far, and the decisions that led to it.
 
     `grant`: the prompt should have gone far; whoever prefills it near ends this. `took_s`: to decide all of it.
@@ -77,8 +76,7 @@ class Placed:
     took_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class NotPlaced:
+class NotPlaced(msgspec.Struct, frozen=True):
     """A prompt that could go nowhere, and the decisions that led to it."""
 
     trail: DecisionTrail

@@ -35,6 +35,10 @@ class Totals(Protocol):
     def prefix_dropped_age(self) -> int: ...
     @property
     def prefix_pins_refused(self) -> int: ...
+    @property
+    def loads_refused(self) -> int: ...
+    @property
+    def loads_broken(self) -> int: ...
 
 
 class Ranks(Protocol):
@@ -118,6 +122,11 @@ class EngineMetrics:
             "Prefix snapshots dropped: for room, or because nobody used them in time.",
             reason=("room", "age"),
         )
+        not_loaded = metrics.counter(
+            "farfill_kv_loads_failed",
+            "Prompts whose KV had arrived and was not used by the engine: refused, or broken while it was copied.",
+            reason=("refused", "broken"),
+        )
         self._ranks = _RankMetrics(metrics)
         self._totals: dict[str, tuple[Counter, int]] = {
             "decode_steps": (steps(kind="decode"), 0),
@@ -131,6 +140,8 @@ class EngineMetrics:
             "prefix_dropped_room": (dropped(reason="room"), 0),
             "prefix_dropped_age": (dropped(reason="age"), 0),
             "prefix_pins_refused": (refused(), 0),
+            "loads_refused": (not_loaded(reason="refused"), 0),
+            "loads_broken": (not_loaded(reason="broken"), 0),
         }
 
     def set_load(self, load: Load) -> None:

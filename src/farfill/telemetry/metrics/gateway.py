@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import Counter as CountOf
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
+
+from prometheus_client import Counter, Histogram
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
 from farfill.telemetry.metrics.access import AccessMetrics
@@ -21,6 +23,7 @@ from farfill.telemetry.metrics.families import (
 )
 from farfill.telemetry.metrics.policies import PolicyMetrics
 
+TOKEN_KINDS = ("prompt", "cached", "completion")
 OUTCOMES = ("ok", "client_error", "rejected", "error", "cancelled")
 FALLBACKS = tuple(str(reason) for reason in FallbackReason if reason is not FallbackReason.NONE)
 _REMOTE_REASONS = (PlacementReason.ABOVE_THRESHOLD, PlacementReason.FORCED_REMOTE, PlacementReason.FAR_CACHE)
@@ -68,6 +71,14 @@ class FinishedRequest(Protocol):
     def stages_s(self) -> Mapping[str, float]: ...
 
 
+class _Counts(NamedTuple):
+    """Children that requests of the same labels share; `tokens` in the order of `TOKEN_KINDS`."""
+
+    requests: Counter
+    duration: Histogram
+    tokens: tuple[Counter, ...]
+
+
 class GatewayMetrics:
     """Labels: `site` and `role` are the gateway's, `model` is a served name or "other"."""
 
@@ -92,7 +103,13 @@ class GatewayMetrics:
         self._errors = metrics.counter(
             "farfill_request_errors", "API requests that failed, by stable reason.", reason=()
         )
-        self._in_flight = metrics.gauge("farfill_requests_in_flight", "API requests in progress.")
+        self._running = 0
+        in_flight = metrics.gauge("farfill_requests_in_flight", "API requests in progress.")
+        in_flight().set_function(lambda: float(self._running))
+        # What is looked up for every request and token, by labels: as many entries as children.
+        self._counts: dict[tuple[str, str, str, PlacementReason | None], _Counts] = {}
+        self._stage: dict[str, Histogram] = {}
+        self._gaps: dict[str, Histogram] = {}
         self._eligible = metrics.counter(
             "farfill_offload_eligible", "Requests long enough for far prefill, whether or not it could be had."
         )
@@ -103,7 +120,7 @@ class GatewayMetrics:
             "farfill_tokens",
             "Tokens: prompt, of these from a prefix hit (cached), and generated (completion).",
             model=models,
-            kind=("prompt", "cached", "completion"),
+            kind=TOKEN_KINDS,
         )
         self._declare_latencies(metrics, models)
         self._declare_media(metrics)
@@ -203,38 +220,57 @@ class GatewayMetrics:
             "farfill_public_certificate_expiry_timestamp_seconds",
             "When the certificate of gateway.tls_cert expires, in Unix time.",
         )
-        for child in (self._in_flight, self._eligible, self._lag, self._registry_up):
+        for child in (self._eligible, self._lag, self._registry_up):
             child()
 
     def request_accepted(self) -> None:
         """In flight + 1."""
-        self._in_flight().inc()
+        self._running += 1
 
     def request_finished(self, summary: FinishedRequest) -> None:
         """In flight - 1, and all that is known of the request."""
-        self._in_flight().dec()
-        reason = str(summary.reason) if summary.reason is not None else "none"
-        self._requests(model=summary.model, outcome=summary.outcome, placement=summary.placement, reason=reason).inc()
-        self._duration(outcome=summary.outcome).observe(summary.duration_s)
+        self._running -= 1
+        key = summary.model, summary.outcome, summary.placement, summary.reason
+        counts = self._counts.get(key)
+        if counts is None:
+            counts = self._counts[key] = self._counts_of(summary)
+        counts.requests.inc()
+        counts.duration.observe(summary.duration_s)
         if summary.error_reason:
             self._errors(reason=summary.error_reason).inc()
         if summary.reason in _ELIGIBLE_REASONS:
             self._eligible().inc()
         if summary.fallback is not FallbackReason.NONE:
             self._fallbacks(reason=str(summary.fallback)).inc()
-        self._tokens(model=summary.model, kind="prompt").inc(summary.prompt_tokens)
-        self._tokens(model=summary.model, kind="cached").inc(summary.cached_tokens)
-        self._tokens(model=summary.model, kind="completion").inc(summary.completion_tokens)
+        for counter, tokens in zip(
+            counts.tokens, (summary.prompt_tokens, summary.cached_tokens, summary.completion_tokens), strict=True
+        ):
+            if tokens:
+                counter.inc(tokens)
         if summary.ttft_s is not None:
             self._ttft(model=summary.model, placement=summary.placement).observe(summary.ttft_s)
         if summary.tpot_s is not None:
             self._tpot(model=summary.model, placement=summary.placement).observe(summary.tpot_s)
         for stage, seconds in summary.stages_s.items():
-            self._stages(stage=stage).observe(seconds)
+            child = self._stage.get(stage)
+            if child is None:
+                child = self._stage[stage] = self._stages(stage=stage)
+            child.observe(seconds)
+
+    def _counts_of(self, summary: FinishedRequest) -> _Counts:
+        reason = str(summary.reason) if summary.reason is not None else "none"
+        return _Counts(
+            self._requests(model=summary.model, outcome=summary.outcome, placement=summary.placement, reason=reason),
+            self._duration(outcome=summary.outcome),
+            tuple(self._tokens(model=summary.model, kind=kind) for kind in TOKEN_KINDS),
+        )
 
     def token_gap(self, model: str, gap_s: float) -> None:
         """Seconds between two token events of one generation."""
-        self._itl(model=model).observe(gap_s)
+        child = self._gaps.get(model)
+        if child is None:
+            child = self._gaps[model] = self._itl(model=model)
+        child.observe(gap_s)
 
     def prefill_leg_ended(self, prefill: Instance, outcome: str, seconds: float, wire_bytes: int) -> None:
         """A far prefill ended as `outcome`: "ok", "cancelled" or a `FallbackReason`."""
@@ -275,7 +311,7 @@ class GatewayMetrics:
 
     def instances_known(self, instances: Iterable[Instance]) -> None:
         """All workers the gateway knows of now; sites once seen go to 0, not away."""
-        count = Counter((i.site, i.role, i.state) for i in instances)
+        count = CountOf((i.site, i.role, i.state) for i in instances)
         self._sites_seen |= {site for site, _, _ in count}
         for site in self._sites_seen:
             for role in Role:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 from farfill.telemetry.metrics.families import TTFT_BUCKETS_S, MetricSet
 
@@ -119,13 +120,18 @@ class PolicyMetrics:
         self._link_bytes = metrics.gauge(
             "farfill_admission_link_bytes", "KV these are to bring over links yet, by estimate."
         )
-        for child in (self._waits, self._running, self._waiting, self._kv_tokens, self._link_bytes):
-            child()
+        self._counts = (0, 0, 0, 0)
+        # Several times a request they change, and are read when somebody scrapes.
+        for index, gauge in enumerate((self._running, self._waiting, self._kv_tokens, self._link_bytes)):
+            gauge().set_function(partial(self._counted, index))
+        self._started, self._waited = self._admissions(outcome="started"), self._waits()
 
     def prefix_hit(self, expected_tokens: int, actual_tokens: int, source: str) -> None:
         """A prompt was prefilled."""
-        self._prefix_tokens(kind="expected").inc(expected_tokens)
-        self._prefix_tokens(kind="actual").inc(actual_tokens)
+        if expected_tokens:
+            self._prefix_tokens(kind="expected").inc(expected_tokens)
+        if actual_tokens:
+            self._prefix_tokens(kind="actual").inc(actual_tokens)
         if expected_tokens != actual_tokens:
             direction = "over" if expected_tokens > actual_tokens else "under"
             self._prefix_error(source=source, direction=direction).inc(abs(expected_tokens - actual_tokens))
@@ -160,15 +166,16 @@ class PolicyMetrics:
 
     def admission(self, running: int, waiting: int, kv_tokens: int, link_bytes: int) -> None:
         """What admission counts now."""
-        self._running().set(running)
-        self._waiting().set(waiting)
-        self._kv_tokens().set(kv_tokens)
-        self._link_bytes().set(link_bytes)
+        self._counts = (running, waiting, kv_tokens, link_bytes)
 
     def admission_ended(self, outcome: str, waited_s: float) -> None:
         """A request left admission."""
-        self._admissions(outcome=outcome).inc()
-        self._waits().observe(waited_s)
+        child = self._started if outcome == "started" else self._admissions(outcome=outcome)
+        child.inc()
+        self._waited.observe(waited_s)
+
+    def _counted(self, index: int) -> float:
+        return float(self._counts[index])
 
     def decisions_dropped(self, count: int) -> None:
         """Lines that the decision log lost."""
