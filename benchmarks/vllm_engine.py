@@ -35,6 +35,7 @@ from farfill.cli.model_store import find_source, model_folder
 from farfill.core.errors import EngineError
 from farfill.core.layout import TensorKind
 from farfill.engine.vllm.api import Endpoint, VllmApi
+from farfill.engine.vllm.server import TRANSFER_FLAG
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
@@ -169,7 +170,7 @@ def connector(engine: Any, server: psutil.Process, folder: Path, rounds: int, fi
     command = [
         f"--uds={plain}" if word.startswith("--uds=") else word
         for word in server.cmdline()
-        if not word.startswith("--kv-transfer-config=")
+        if not word.startswith(TRANSFER_FLAG)
     ]
     with (folder / "plain.log").open("wb") as log:
         process = start_child(command, log, server.environ())

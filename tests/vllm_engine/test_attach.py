@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from tests.vllm_engine.calls import GREEDY, Tokens, far, local, prompt_of, start_local, start_prefill, wait_until
 from tests.vllm_engine.conftest import CHUNK_TOKENS, Fleet
+from tests.vllm_engine.no_kv import assert_fails_alone, late_or_not, name_any_size
 from tests.vllm_engine.serve import MODULE, Served, launch, serving
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
@@ -165,6 +166,15 @@ def test_a_worker_that_goes_under_load_leaves_vllm_running(two: Two) -> None:
     assert len(local(again, prompt_of(50))[0].token_ids) == 24
     again.check_integrity()
     again.close()
+
+
+@late_or_not
+def test_vllms_own_policy_for_kv_that_cannot_be_loaded_is_kept(
+    engines: tuple[VllmEngine, VllmEngine], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started without one, vLLM fails such requests."""
+    name_any_size(monkeypatch)
+    assert_fails_alone(engines[1], late)
 
 
 def test_other_weights_are_refused(two: Two, fleet: Fleet) -> None:

@@ -41,7 +41,8 @@ class EngineTotals:
 
     `set_back_*`: sequences whose KV was taken away to be computed again, for the growth of others or for a request
     of higher priority. `prefix_dropped_*`: snapshots dropped for room, or because nobody used them in time.
-    `prefix_pins_refused`: snapshots that were to be pinned and are not, because pins have a bound.
+    `prefix_pins_refused`: snapshots that were to be pinned and are not, because pins have a bound. `loads_*`: prompts
+    whose KV was there and was not used, because it was not as described, or because copying it broke.
     """
 
     decode_steps: int = 0
@@ -55,6 +56,8 @@ class EngineTotals:
     prefix_dropped_room: int = 0
     prefix_dropped_age: int = 0
     prefix_pins_refused: int = 0
+    loads_refused: int = 0
+    loads_broken: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -36,6 +36,7 @@ from farfill.engine.vllm.messages import (
     Exported,
     ExportFailed,
     Hello,
+    LoadFailed,
     Message,
     piece_offsets,
     send,
@@ -63,7 +64,8 @@ class Export:
 class Import:
     """Tokens [local_tokens, valid_tokens) of a prompt of `num_tokens` go into these blocks; ids per group by position.
 
-    Every rank has a name of its own for the file (`rank_file`), which it removes.
+    Every rank has a name of its own for the file (`rank_file`), which it removes. `waits`: the request's id where vLLM
+    has it wait until it is told that its KV is there.
     """
 
     key: str
@@ -72,6 +74,7 @@ class Import:
     local_tokens: int
     valid_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
+    waits: str = ""
 
 
 def rank_file(file: str, rank: int) -> str:
@@ -296,27 +299,33 @@ class BlockCopier:
         if done:
             self._tell(Exported(export.key, tuple(done), self._hello.rank))
 
-    def load(self, item: Import) -> set[int]:
-        """Copy a request's file into its blocks; returns those that stay without, all of them when anything is wrong.
-
-        Raises where vLLM cannot be told, with several groups: the step must not go on.
-        """
+    def load(self, item: Import) -> bool:
+        """Copy a request's file into its blocks. False: something is wrong, and none of them may be used."""
         try:
             self._load(item)
         except (OSError, ValueError, RuntimeError, LookupError) as error:
-            if len(item.block_ids) != 1:
-                raise
             _log.warning("kv_load_failed", key=item.key, detail=str(error))
-            (block_tokens,) = {source.block_tokens for source in self._sources.values()}
-            (blocks,) = item.block_ids
-            return {block for block in blocks[item.local_tokens // block_tokens :] if block}
-        return set()
+            self._tell(LoadFailed(item.key, str(error)))
+            return False
+        return True
+
+    def refused(self, key: str, detail: str) -> None:
+        """Tell the engine that the KV of `key` is not used."""
+        self._tell(LoadFailed(key, detail, refused=True))
+
+    def blocks_of(self, item: Import) -> set[int]:
+        """The blocks that `item` was to fill, of a cache with one group."""
+        (block_tokens,) = {source.block_tokens for source in self._sources.values()}
+        (blocks,) = item.block_ids
+        return {block for block in blocks[item.local_tokens // block_tokens :] if block}
 
     def _load(self, item: Import) -> None:
         manifest, offsets, nbytes = _plan(self._layout, item.num_tokens)
         path = rank_file(item.file, self._hello.rank)
-        with open(path, "r+b") as file, mmap.mmap(file.fileno(), nbytes) as memory:
+        with open(path, "r+b") as file:
             os.unlink(path)
+            memory = mmap.mmap(file.fileno(), nbytes)
+        with memory:
             data = torch.frombuffer(memory, dtype=torch.uint8)
             for piece in self._own(manifest):
                 if piece.start_token < item.valid_tokens or item.valid_tokens == item.num_tokens:

@@ -8,7 +8,10 @@ engine's that runs beside vLLM: vLLM hears of a request only when its KV has lan
 Started by a worker, it finds the worker's folder among its settings; otherwise a worker tells it with a request
 (`engine.vllm.attached`), and until then it does nothing.
 
-A file that is missing, too short or for other tokens counts as no KV at all: vLLM then computes the prompt itself.
+A file that is missing, too short or for other tokens counts as no KV at all: vLLM then computes the prompt itself, or
+fails the request where `kv_load_failure_policy` is `fail`. With one group of layers vLLM is told which blocks are
+without; with several it has no way to know whose they are, so such a request waits, for one step, until its KV is
+there or not.
 """
 
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false, reportUnknownMemberType=false
@@ -26,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 
@@ -46,10 +50,11 @@ _log = structlog.get_logger(__name__)
 
 @dataclass
 class _Plan(KVConnectorMetadata):
-    """What the workers are to copy in one step."""
+    """What the workers are to copy in one step; `refused` are keys of requests whose files are not used, and why."""
 
     exports: list[Export] = field(default_factory=list[Export])
     imports: list[Import] = field(default_factory=list[Import])
+    refused: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
     attach: AttachParams | None = None
 
 
@@ -87,12 +92,15 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         self._folder = os.path.realpath(folder) if folder else ""
         self._chunk_tokens = int(option("prefill_chunk_tokens", 512))
         self._ranks = range(vllm_config.parallel_config.world_size)
+        self._fails = self._kv_transfer_config.kv_load_failure_policy == "fail"
+        self._waits = len(kv_cache_config.kv_cache_groups) > 1
         self._exporting: dict[str, _Exporting] = {}
         self._importing: dict[str, _Importing] = {}
         self._kept = 0
         self._plan = _Plan()
         self._copier: BlockCopier | None = None
-        self._failed: set[int] = set()
+        self._failed_blocks: set[int] = set()
+        self._loads = KVConnectorTransferResults()
 
     # In the scheduler's process.
 
@@ -101,7 +109,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         return self._kv_cache_config.transfer_group_ids
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Tokens that lie in the request's file beyond what vLLM has itself."""
+        """Tokens that lie in the request's file beyond what vLLM has itself, and whether it waits for them."""
         params = self._params_of(request)
         if isinstance(params, AttachParams):
             self._attach(request, params)
@@ -109,12 +117,17 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         if not isinstance(params, ImportParams) or params.valid_tokens <= num_computed_tokens:
             return 0, False
         problem = self._keep_file(request, params)
+        tokens = min(params.valid_tokens, request.num_prompt_tokens - 1) - num_computed_tokens
         if problem:
             _log.warning("kv_file_unusable", request_id=request.request_id, key=params.key, detail=problem)
-            request.kv_transfer_params[PARAMS_KEY] = None
-            return 0, False
+            if not self._fails or tokens <= 0:
+                self._plan.refused.append((params.key, problem))
+                request.kv_transfer_params[PARAMS_KEY] = None
+                return 0, False
+            # Nobody finds a file of that name, and vLLM hears of a load that failed.
+            self._importing[request.request_id] = _Importing(params, f"{params.file}.unusable")
         self._importing[request.request_id].local_tokens = num_computed_tokens
-        return params.valid_tokens - num_computed_tokens, False
+        return tokens, self._waits
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Where the tokens of the file are to go."""
@@ -135,6 +148,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
                     importing.local_tokens,
                     params.valid_tokens,
                     _ids(blocks.get_block_ids()),
+                    waits=request.request_id if self._waits else "",
                 )
             )
             del self._importing[request.request_id]
@@ -246,6 +260,14 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         if self._folder:
             self._copier.attach(self._folder, self._chunk_tokens)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """First thing of a step: the engine hears of files that are not used before the first token comes of it."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, _Plan)
+        assert self._copier is not None
+        for key, detail in connector_metadata.refused:
+            self._copier.refused(key, detail)
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy what this step's requests bring along, before the model reads it."""
         plan = self._get_connector_metadata()
@@ -254,11 +276,22 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         if plan.attach is not None:
             self._copier.attach(plan.attach.folder, plan.attach.chunk_tokens)
         for item in plan.imports:
-            self._failed |= self._copier.load(item)
+            loaded = self._copier.load(item)
+            if item.waits:
+                self._loads.finished_recving.add(item.waits)
+            if not loaded and item.waits:
+                self._loads.failed_recving.add(item.waits)
+            elif not loaded:
+                self._failed_blocks |= self._copier.blocks_of(item)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Requests that waited for this step's loads, and those of them that are without."""
+        loads, self._loads = self._loads, KVConnectorTransferResults()
+        return loads
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks of this step without KV: `kv_load_failure_policy` says what becomes of their request."""
-        failed, self._failed = self._failed, set()
+        """Blocks of this step without KV, of requests that did not wait."""
+        failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -36,7 +36,15 @@ from farfill.engine.vllm.files import KVFile, KVFolder
 from farfill.engine.vllm.health import Vitals, read_vitals
 from farfill.engine.vllm.jobs import Exports, GenerateJob, Job, PrefillJob
 from farfill.engine.vllm.kv_events import EVENTS_SOCKET, VllmBlockFeed, VllmBlocks
-from farfill.engine.vllm.messages import Alive, Exported, ExportFailed, ImportParams, Message, import_params
+from farfill.engine.vllm.messages import (
+    Alive,
+    Exported,
+    ExportFailed,
+    ImportParams,
+    LoadFailed,
+    Message,
+    import_params,
+)
 from farfill.engine.vllm.server import VllmServer
 from farfill.kv.manifest import build_manifest
 
@@ -55,11 +63,12 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What this vLLM can do. `ranks`: how many have a part of each tensor of the layout. `seeds_in_one_step`: it dies
-    when a seeded request's prompt takes several steps.
+    when a seeded request's prompt takes several steps. `first_tokens`: it dies of a prompt with fewer.
     """
 
     ranks: tuple[int, ...]
     seeds_in_one_step: bool = False
+    first_tokens: int = 1
     prioritizes: bool = True
     grammars: bool = True
 
@@ -99,6 +108,7 @@ class VllmEngine:
         self._traits = traits
         self._heard_s = time.monotonic()
         self._vitals = Vitals()
+        self._loads_refused = self._loads_broken = 0
         self._dead = ""
         self._watching: asyncio.Future[None] | None = None
         self._closed = False
@@ -140,7 +150,7 @@ class VllmEngine:
             # Whichever of both is fuller decides what can still be taken.
             kv_used_bytes=max(self._folder.used_bytes, int(usage * self.info.kv_total_bytes)),
             prefix_cache_bytes=0,
-            totals=vitals.totals,
+            totals=replace(vitals.totals, loads_refused=self._loads_refused, loads_broken=self._loads_broken),
             ready=vitals.ready,
             exposition=vitals.exposition,
         )
@@ -171,7 +181,7 @@ class VllmEngine:
 
     def prefill(self, work: PrefillWork, sink: PrefillSink) -> PrefillHandle:
         """Hand `prompt[:-1]` to vLLM. Raises InvalidRequestError, CapacityError or EngineError."""
-        self._check(work, at_least=2)
+        self._check(work, at_least=1 + self._traits.first_tokens)
         file = self._folder.open(build_manifest(self.info.layout, len(work.prompt) - 1))
         job = PrefillJob(
             self._ranked(work), sink, Exports(file, self._traits.ranks), api=self._api, loop=self._loop, over=self._over
@@ -208,7 +218,7 @@ class VllmEngine:
         self, work: GenerateWork, sink: TokenSink, *, slot: KVSlot | None = None, valid_tokens: int = 0
     ) -> Cancellable:
         """Hand the prompt to vLLM, with what `slot` holds of its KV. When this raises, `slot` is still the caller's."""
-        self._check(work, at_least=1)
+        self._check(work, at_least=self._traits.first_tokens)
         most_tokens = output_tokens(self.info, work)
         if work.sampling.grammar and not self._traits.grammars:
             raise InvalidRequestError(_NO_GRAMMARS, param="response_format")
@@ -221,7 +231,8 @@ class VllmEngine:
         else:
             raise InvalidRequestError("the slot was reserved for other work", param="slot")
         seeded = work.sampling.seed is not None and work.sampling.temperature > 0
-        compute_first = self._traits.seeds_in_one_step and seeded and valid_tokens < num_tokens
+        several_steps = valid_tokens < num_tokens >= self._traits.first_tokens
+        compute_first = self._traits.seeds_in_one_step and seeded and several_steps
         fields = sampling_fields(work.sampling, most_tokens)
         file = slot
         if compute_first and file is None:
@@ -279,7 +290,9 @@ class VllmEngine:
             for job in list(self._exporting.values()):
                 job.alive()
             return
-        if isinstance(message, Exported | ExportFailed):
+        if isinstance(message, LoadFailed):
+            self._not_loaded(message)
+        elif isinstance(message, Exported | ExportFailed):
             job = self._exporting.get(message.key)
             if job is None:
                 return  # withdrawn meanwhile
@@ -287,6 +300,15 @@ class VllmEngine:
                 job.exported(message.pieces, message.rank)
             else:
                 job.end(EngineError(f"vLLM did not export the prompt's KV: {message.detail}"))
+
+    def _not_loaded(self, message: LoadFailed) -> None:
+        jobs = [job for job in self._jobs if isinstance(job, GenerateJob)]
+        if not sum(job.not_loaded(message.key) for job in jobs):
+            return  # other ranks and choices told as much, or the request is over
+        self._loads_refused += message.refused
+        self._loads_broken += not message.refused
+        reason = "refused" if message.refused else "broken"
+        _log.warning("kv_not_loaded", key=message.key, reason=reason, detail=message.detail)
 
     def _line_ended(self) -> None:
         self._die("one of vLLM's worker processes is gone")

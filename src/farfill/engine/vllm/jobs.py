@@ -261,6 +261,16 @@ class GenerateJob(Job):
         """See `Job`."""
         self._sink.failed(error)
 
+    def not_loaded(self, key: str) -> bool:
+        """vLLM does not take the KV in file `key`: it computes the prompt, or soon ends the request.
+
+        False: it is another request's, or this is known.
+        """
+        news = self._file is not None and self._file.key == key and self._valid_tokens > 0
+        if news:
+            self._valid_tokens = 0
+        return news
+
     def free(self) -> None:
         """Every choice has the prompt's KV inside vLLM, or nobody wants it."""
         if self._file is not None:

@@ -81,7 +81,15 @@ class ExportFailed(msgspec.Struct, tag="export_failed", frozen=True):
     detail: str
 
 
-Message = Hello | Exported | Alive | ExportFailed
+class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):
+    """The KV of request `key` was `refused`, or could not be copied: vLLM computes its prompt, or fails it."""
+
+    key: str
+    detail: str
+    refused: bool = False
+
+
+Message = Hello | Exported | Alive | ExportFailed | LoadFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)

@@ -27,6 +27,7 @@ from farfill.engine.vllm.line import ConnectorLine
 from farfill.engine.vllm.messages import LINE_SOCKET, Hello
 
 API_SOCKET = "api.sock"
+TRANSFER_FLAG = "--kv-transfer-config"
 _POLL_S = 0.25
 _STOP_S = 20.0
 _HEALTH_S = 5.0
@@ -42,15 +43,6 @@ class VllmServer:
     def __init__(self, model: Path, folder: Path, options: Sequence[str], *, chunk_tokens: int) -> None:
         self.endpoint = Endpoint(socket=folder / API_SOCKET)
         self.line = ConnectorLine(folder / LINE_SOCKET)
-        transfer = {
-            "kv_connector": "FarfillConnector",
-            "kv_connector_module_path": "farfill.engine.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_connector_extra_config": {
-                "folder": str(folder),
-                "prefill_chunk_tokens": chunk_tokens,
-            },
-        }
         command = [
             sys.executable,
             "-m",
@@ -63,7 +55,7 @@ class VllmServer:
             "--structured-outputs-config.backend=guidance",
             "--scheduling-policy=priority",
             "--enable-prompt-tokens-details",
-            f"--kv-transfer-config={json.dumps(transfer)}",
+            *_transfer(folder, chunk_tokens),
             f"--kv-events-config={json.dumps(_events(folder))}",
             *_prefix_cache(model),
             *options,
@@ -132,6 +124,19 @@ class VllmServer:
     def _signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def _transfer(folder: Path, chunk_tokens: int) -> list[str]:
+    """One by one, so that an option of the operator's changes one of them. Without the last one vLLM fails requests."""
+    options: dict[str, object] = {
+        "kv_connector": "FarfillConnector",
+        "kv_connector_module_path": "farfill.engine.vllm.connector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config.folder": folder,
+        "kv_connector_extra_config.prefill_chunk_tokens": chunk_tokens,
+        "kv_load_failure_policy": "recompute",
+    }
+    return [f"{TRANSFER_FLAG}.{name}={value}" for name, value in options.items()]
 
 
 def _events(folder: Path) -> dict[str, object]:
