@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import urllib.request
 from typing import Any
 
-from tests.system.cluster import DECODE, PREFILL
+from tests.system.cluster import DECODE, PREFILL, Cluster
 from tests.vllm_engine.router import post
 from tests.vllm_engine.serve import free_port
 
@@ -41,3 +43,9 @@ def held(prompt: object) -> dict[str, Any]:
 def spoilt(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """`params` with other words about the KV."""
     return {**params, "farfill": {**params["farfill"], **changes}}
+
+
+def running_requests(cluster: Cluster) -> int:
+    """As the gateway counts them."""
+    with urllib.request.urlopen(f"{cluster.url}/v1/farfill/instances", timeout=5) as answer:
+        return sum(entry["outstanding_requests"] for entry in json.load(answer)["instances"])

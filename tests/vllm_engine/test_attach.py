@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,8 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tests.system.cluster import DECODE, PREFILL, Cluster, local_plan
 from tests.vllm_engine.calls import GREEDY, Tokens, far, local, prompt_of, start_local, start_prefill, wait_until
 from tests.vllm_engine.conftest import CHUNK_TOKENS, Fleet
+from tests.vllm_engine.fronts import running_requests
 from tests.vllm_engine.no_kv import assert_fails_alone, late_or_not, name_any_size
 from tests.vllm_engine.serve import MODULE, Served, launch, serving
 
@@ -19,6 +22,8 @@ from farfill.core.errors import ConfigError, EngineError, InvalidRequestError
 from farfill.engine.protocol import GenerateWork
 from farfill.engine.vllm.engine import VllmEngine
 from farfill.engine.vllm.loader import load_engine
+from farfill.verify.client import Generation
+from farfill.verify.prompts import load_corpus
 
 KEY = "only-workers-know"
 LONG = replace(GREEDY, max_tokens=2_000)
@@ -175,6 +180,43 @@ def test_vllms_own_policy_for_kv_that_cannot_be_loaded_is_kept(
     """Started without one, vLLM fails such requests."""
     name_any_size(monkeypatch)
     assert_fails_alone(engines[1], late)
+
+
+async def test_workers_as_processes_attach_serve_drain_and_leave_vllm(two: Two, tmp_path: Path) -> None:
+    """`farfill worker --attach`: registered, a prompt prefilled far, SIGTERM finishes what runs."""
+    overrides = {
+        "engine": {"attach_key": "file:vllm.key", "kv_cache_mb": 256, "prefix_cache_mb": 0},
+        "registry": {"lease_s": 5.0},
+    }
+    plan = local_plan(two.model, "tiny", chunk_tokens=CHUNK_TOKENS, timeout_ms=20_000, overrides=overrides)
+    cluster = Cluster(plan, tmp_path, start_deadline_s=120.0)
+    key = tmp_path / "vllm.key"
+    key.touch(mode=0o600)
+    key.write_text(KEY)
+    try:
+        for name in ("registry", "gateway"):
+            cluster.spawn(name)
+        for name, server in ((PREFILL, two.prefill), (DECODE, two.decode)):
+            cluster.spawn(name, role="worker", options=("--engine", "vllm", "--attach", server.url))
+        await asyncio.to_thread(cluster.wait_known, {PREFILL, DECODE})
+        async with cluster.client() as client:
+            corpus = await load_corpus(client)
+            prompt = corpus.prompt_of(900, variant=1)
+            distant = await client.complete(Generation(prompt=prompt, max_tokens=16, salt="far"))
+            near = await client.complete(Generation(prompt=prompt, max_tokens=16, salt="near", forced="local"))
+            assert (distant.placement, near.placement) == ("remote", "local")
+            assert distant.token_ids == near.token_ids
+            long = Generation(prompt=corpus.prompt_of(100, variant=2), max_tokens=400, salt="drain")
+            running = asyncio.create_task(client.complete(long))
+            await asyncio.to_thread(wait_until, lambda: running_requests(cluster), "the request runs")
+            status = asyncio.create_task(asyncio.to_thread(cluster.stop, DECODE))
+            assert len((await running).token_ids) == 400
+            assert await status == 0
+    finally:
+        statuses = cluster.stop_all()
+    assert set(statuses.values()) <= {0}, statuses
+    assert two.prefill.healthy()
+    assert two.decode.healthy()
 
 
 def test_other_weights_are_refused(two: Two, fleet: Fleet) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import signal
 import sys
-import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import psutil
 import pytest
 from tests.system.cluster import DECODE, PREFILL, Cluster
 from tests.vllm_engine.calls import wait_until
-from tests.vllm_engine.fronts import TEXT, answer_of, asked, front
+from tests.vllm_engine.fronts import TEXT, answer_of, asked, front, running_requests
 from tests.vllm_engine.router import needs_router, post, routing
 
 from farfill.verify.client import Generation
@@ -127,7 +125,7 @@ async def test_drain_finishes_what_runs(cluster: Cluster) -> None:
     async with cluster.client() as client:
         prompt = (await load_corpus(client)).prompt_of(100, variant=3)
         running = asyncio.create_task(client.complete(Generation(prompt=prompt, max_tokens=600, salt="drain")))
-        await asyncio.to_thread(wait_until, lambda: _running_requests(cluster), "the request runs")
+        await asyncio.to_thread(wait_until, lambda: running_requests(cluster), "the request runs")
         status = asyncio.create_task(asyncio.to_thread(cluster.stop, DECODE))
         assert len((await running).token_ids) == 600
         assert await status == 0
@@ -149,11 +147,6 @@ def _vllm_of(cluster: Cluster, name: str) -> list[psutil.Process]:
     children = psutil.Process(cluster.pid(name)).children()
     servers = [child for child in children if "vllm.entrypoints.openai.api_server" in child.cmdline()]
     return [process for server in servers for process in (server, *server.children(recursive=True))]
-
-
-def _running_requests(cluster: Cluster) -> int:
-    with urllib.request.urlopen(f"{cluster.url}/v1/farfill/instances", timeout=5) as answer:
-        return sum(entry["outstanding_requests"] for entry in json.load(answer)["instances"])
 
 
 async def _farfill(*arguments: str) -> tuple[int | None, str]:
