@@ -99,6 +99,10 @@ class DecodeServer:
         self._admit()
         self._plan()
 
+    def found_tokens(self, request: Request, block_tokens: int) -> int:
+        """How much of a prompt it reports to have had, now that its KV is here."""
+        return self.cache.leading(request.keys) * block_tokens
+
     def fail(self) -> list[Request]:
         """The instance dies: all requests that count on it, in the order they were placed."""
         lost = list(self.expected)
@@ -123,7 +127,7 @@ class DecodeServer:
             if request.attempt != attempt:
                 continue
             self._advance()
-            seconds = self._prefill_times.alone_s(request.uncached)
+            seconds = self._prefill_times.alone_s(request.uncached) * request.pace
             chunks = max(1, ceil(request.uncached / self._chunk_tokens))
             step_s = self._pace() if self._running else 0.0
             self._computing, self._chunk_s = request, seconds / chunks

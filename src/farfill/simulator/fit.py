@@ -1,8 +1,8 @@
 """A scenario out of a gateway's recording alone: sites, instances, speeds and link as the recorded requests show them.
 
 What is fitted are parts: seconds of computing by tokens, seconds of a decode step by running sequences, bytes of KV by
-tokens, the link's rate. Never fitted are the figures a replay is judged by, times to first token and throughput: those
-come out of the simulated queues.
+tokens, the link's rate; and of each prompt by how much computing it took longer or shorter than that. Never fitted are
+the figures a replay is judged by, times to first token and throughput: those come out of the simulated queues.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _UNKNOWN_LINK_BYTES_PER_S = 125e6
 _MONITOR_S = 0.5
 _UNLIMITED_S = 1e6
 _UNLIMITED = 1e12
+_PACES = 0.2, 5.0
 
 
 def scenario_of_recording(path: Path) -> Scenario:
@@ -65,6 +66,7 @@ def scenario_of_recording(path: Path) -> Scenario:
     decodes = sorted({r.decode for r in served})
     near_prefill = sorted({p.instance for p in prefills if p.site == near} - set(decodes))
     sizes = _kv_size(served)
+    problem = _problem(served, near, far, sizes)
     file = ScenarioFile(
         plan=path,
         requests=len(lines),
@@ -81,7 +83,7 @@ def scenario_of_recording(path: Path) -> Scenario:
     return Scenario(
         name=path.stem,
         file=file,
-        problem=_problem(served, near, far, sizes),
+        problem=problem,
         fleet=FleetSection(
             near_prefill=len(near_prefill),
             near_decode=len(decodes),
@@ -93,6 +95,7 @@ def scenario_of_recording(path: Path) -> Scenario:
         output=None,
         trace=tuple(lines),
         recorded=tuple(recorded),
+        paces=tuple(_pace(r, problem) for r in recorded),
     )
 
 
@@ -183,6 +186,19 @@ def _prefill_curve(computed: Sequence[RecordedPrefill]) -> QuadraticCurve:
     features = np.stack([(start == 0).astype(np.float64), end - start, end**2 - start**2], axis=1)
     fixed, linear, square = _nonnegative(features, np.array([p.seconds for p in computed], dtype=np.float64))
     return QuadraticCurve(float(fixed), float(linear), float(square))
+
+
+def _pace(r: RecordedRequest, problem: Problem) -> float:
+    """How many times as long its prompt was computed as the fitted curve says: a machine that others use too is not
+    equally fast all the time, and where there are queues a slow hour is not made good by a fast one."""
+    if r.prefill is None or r.prefill.computed_tokens <= 0:
+        return 1.0
+    site = next(s for s in (problem.near, *(far for far, _ in problem.far)) if s.name == r.prefill.site)
+    cached, computed = r.prefill.cached_tokens, r.prefill.computed_tokens
+    before_s = site.profile.seconds_at(cached) if cached else 0.0
+    told_s = site.profile.seconds_at(cached + computed) - before_s
+    least, most = _PACES
+    return min(most, max(least, r.prefill.seconds / told_s)) if told_s > 0 else 1.0
 
 
 def _decode_points(served: Sequence[RecordedRequest]) -> tuple[DecodePoint, ...]:

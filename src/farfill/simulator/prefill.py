@@ -102,7 +102,7 @@ class PrefillServer:
                 continue
             now_s = self._kernel.now_s
             self._take_hit(request)
-            seconds = self._times.alone_s(request.uncached)
+            seconds = self._times.alone_s(request.uncached) * request.pace
             if self._queue:
                 seconds /= self._times.batch_speedup
             self._serving, self._from_s, self._to_s = request, now_s, now_s + seconds

@@ -11,7 +11,8 @@ from farfill.policy.offload import Forced
 
 class Request:
     """What is asked for, and what has happened to it so far. `attempt` grows when it starts over: what an earlier
-    attempt had under way no longer matters. Times are virtual seconds, -1 before they come."""
+    attempt had under way no longer matters. `pace`: its prompt takes so many times as long as others of
+    its length. Times are virtual seconds, -1 before they come."""
 
     __slots__ = (
         "arrival_s",
@@ -32,6 +33,7 @@ class Request:
         "ident",
         "keys",
         "output",
+        "pace",
         "prefill",
         "prefill_from_s",
         "prefill_to_s",
@@ -80,6 +82,7 @@ class Request:
         self.first_s = -1.0
         self.flow: Any = None
         self.given = 0.0
+        self.pace = 1.0
         self.prefill: Any = None
         self.prefill_from_s = -1.0
         self.prefill_to_s = -1.0

@@ -24,7 +24,7 @@ NEVER = 1 << 40
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scenario:
     """`rate_per_s` is the mean; `trace` replaces generated traffic, and `recorded` says more of the same requests.
-    `output` None: always the plan's mean."""
+    `output` None: always the plan's mean. `paces`: how many times as long as profiles say each prompt takes."""
 
     name: str
     file: ScenarioFile
@@ -36,6 +36,7 @@ class Scenario:
     output: Lengths | None
     trace: tuple[TraceLine, ...] = ()
     recorded: tuple[RecordedRequest, ...] = ()
+    paces: tuple[float, ...] = ()
 
 
 def read_scenario(

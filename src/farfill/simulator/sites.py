@@ -127,7 +127,13 @@ class Hardware:
         chunk_tokens = self._scenario.problem.chunk_tokens
         if self._turns is None:
             return DecodeServer(*parts, cache=cache, chunk_tokens=chunk_tokens)
-        return TurnsDecode(*parts, cache=cache, chunk_tokens=chunk_tokens, limits=self._turns)
+        return TurnsDecode(
+            *parts,
+            cache=cache,
+            chunk_tokens=chunk_tokens,
+            block_tokens=self._block_tokens,
+            limits=self._turns,
+        )
 
     def _prefill_server(self, site: Site, instance: Instance) -> PrefillServer:
         assert site.times is not None, "a site that prefills has times"

@@ -211,18 +211,20 @@ class GeneratedTraffic:
 
 
 class TraceTraffic:
-    """Requests as they were recorded, in open loop. `recorded`, where there is any, says more of the same requests."""
+    """Requests as they were recorded, in open loop. `recorded` and `paces`, where there are any, say more of them."""
 
     def __init__(
         self,
         kernel: Kernel,
         lines: Sequence[TraceLine],
         recorded: Sequence[RecordedRequest],
+        paces: Sequence[float],
         arrive: Callable[[Request], None],
     ) -> None:
         self._kernel = kernel
         self._lines = lines
         self._recorded = recorded
+        self._paces = paces
         self._arrive = arrive
         self._first_ms = lines[0].timestamp
 
@@ -240,6 +242,8 @@ class TraceTraffic:
         blocks = line.input_length // line.block_tokens
         keys = [(i & (1 << 64) - 1).to_bytes(8, "little") for i in line.hash_ids[:blocks]]
         request = Request(f"r{index}", self._kernel.now_s, line.input_length, max(1, line.output_length), keys=keys)
+        if self._paces:
+            request.pace = self._paces[index]
         if self._recorded:
             said = self._recorded[index]
             request.tenant = said.tenant

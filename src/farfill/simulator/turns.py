@@ -33,9 +33,12 @@ class TurnLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnEvents:
-    """Who is told; see `Listeners`."""
+    """Who is asked and told. `admitted`: a prompt has a place now; how many of its tokens are there? `chunk_done`: so
+    many of its tokens are computed. For the others see `Listeners`."""
 
+    admitted: Callable[[Request], int]
     computing: Callable[[Request, int, int, float], None]
+    chunk_done: Callable[[Request, int], None]
     prompt_done: Told
     first: Told
     finished: Told
@@ -65,7 +68,7 @@ class Turns:
         self._times = times
         self._steps = steps
         self._told = told
-        self._waiting: deque[tuple[Request, int | None]] = deque()
+        self._waiting: deque[tuple[Request, bool]] = deque()
         self._prompts: dict[Request, _Prompt] = {}
         self._running: dict[Request, int] = {}
         self._tenant_turns: dict[str, int] = {}
@@ -91,14 +94,14 @@ class Turns:
         """Seconds of a decode step now; None: nothing runs."""
         return self._step_s() if self._running else None
 
-    def add(self, request: Request, done: int) -> None:
-        """Compute its prompt, of which `done` tokens are there; then `prompt_done` is told."""
-        self._waiting.append((request, done))
+    def add(self, request: Request) -> None:
+        """Compute its prompt; then `prompt_done` is told."""
+        self._waiting.append((request, True))
         self._wake()
 
     def run(self, request: Request) -> None:
         """Its KV is here: decode it."""
-        self._waiting.append((request, None))
+        self._waiting.append((request, False))
         self._wake()
 
     def drop(self, request: Request) -> None:
@@ -136,12 +139,12 @@ class Turns:
 
     def _admit(self) -> None:
         while self._waiting and len(self._prompts) + len(self._running) < self._limits.max_rows:
-            request, done = self._waiting.popleft()
-            if done is None:
+            request, prefills = self._waiting.popleft()
+            if not prefills:
                 self._running[request] = 0
                 continue
             self._number += 1
-            self._prompts[request] = _Prompt(request, done, self._number, self._turn)
+            self._prompts[request] = _Prompt(request, self._told.admitted(request), self._number, self._turn)
             self._tenant_turns.setdefault(request.tenant, self._turn)
 
     def _next(self) -> _Prompt | None:
@@ -175,7 +178,7 @@ class Turns:
         end = min(chunk_end, start + self._limits.step_tokens)
         # What a prompt costs whatever its length belongs to its first piece.
         before_s = self._times.alone_s(start) if start else 0.0
-        seconds = max(0.0, self._times.alone_s(end) - before_s) if end > start else 0.0
+        seconds = max(0.0, self._times.alone_s(end) - before_s) * prompt.request.pace if end > start else 0.0
         if prompt.request.prefill_from_s < 0:
             prompt.request.prefill_from_s = self._kernel.now_s
         self._told.computing(prompt.request, start, end, seconds)
@@ -189,6 +192,7 @@ class Turns:
         request = prompt.request
         if self._current is not None and end >= self._current[1]:
             self._current = None
+            self._told.chunk_done(request, end)
         if request in self._prompts and end >= request.prompt - 1:
             del self._prompts[request]
             request.prefill_to_s = self._kernel.now_s
@@ -240,7 +244,14 @@ class TurnsPrefill(PrefillServer):
         limits: TurnLimits,
     ) -> None:
         super().__init__(kernel, instance, times, told, cache=cache, block_tokens=block_tokens)
-        events = TurnEvents(computing=told.computing, prompt_done=self._done, first=_nothing, finished=_nothing)
+        events = TurnEvents(
+            admitted=self._admitted,
+            computing=told.computing,
+            chunk_done=self._chunk_done,
+            prompt_done=self._done,
+            first=_nothing,
+            finished=_nothing,
+        )
         self._turns = Turns(kernel, limits, times, None, events)
         self._there: dict[Request, None] = {}
 
@@ -254,9 +265,8 @@ class TurnsPrefill(PrefillServer):
     def submit(self, job: tuple[Request, int]) -> None:
         request, attempt = job
         if request.attempt == attempt:
-            self._take_hit(request)
             self._there[request] = None
-            self._turns.add(request, request.cached)
+            self._turns.add(request)
 
     def fail(self) -> list[Request]:
         lost = list(self._there)
@@ -269,10 +279,16 @@ class TurnsPrefill(PrefillServer):
         self._there.pop(request, None)
         self._turns.drop(request)
 
+    def _admitted(self, request: Request) -> int:
+        self._take_hit(request)
+        return request.cached
+
+    def _chunk_done(self, request: Request, tokens: int) -> None:
+        self.cache.add(request.keys[: tokens // self._block_tokens])
+
     def _done(self, request: Request) -> None:
         self._there.pop(request, None)
         self.busy_s = self._turns.busy_s
-        self.cache.add(request.keys)
         self._finished(request)
 
 
@@ -289,13 +305,21 @@ class TurnsDecode(DecodeServer):
         *,
         cache: BlockCache,
         chunk_tokens: int,
+        block_tokens: int,
         limits: TurnLimits,
     ) -> None:
         super().__init__(kernel, instance, steps, prefill_times, told, cache=cache, chunk_tokens=chunk_tokens)
         events = TurnEvents(
-            computing=_no_transfer, prompt_done=self._prompt_ready, first=told.first_token, finished=told.finished
+            admitted=self._admitted,
+            computing=_no_transfer,
+            chunk_done=self._chunk_done,
+            prompt_done=self._prompt_ready,
+            first=told.first_token,
+            finished=told.finished,
         )
         self._turns = Turns(kernel, limits, prefill_times, steps, events)
+        self._block_tokens = block_tokens
+        self._here: dict[Request, int] = {}
 
     @property
     def running(self) -> int:
@@ -310,7 +334,7 @@ class TurnsDecode(DecodeServer):
 
     def prefill(self, request: Request) -> None:
         self.waiting_tokens += request.uncached
-        self._turns.add(request, request.cached)
+        self._turns.add(request)
 
     def join(self, request: Request) -> None:
         self._turns.run(request)
@@ -318,7 +342,25 @@ class TurnsDecode(DecodeServer):
     def fail(self) -> list[Request]:
         lost = super().fail()
         self._turns.clear()
+        self._here.clear()
         return lost
+
+    def found_tokens(self, request: Request, block_tokens: int) -> int:
+        # What was computed here is in the cache by now.
+        return self._here.pop(request) if request in self._here else super().found_tokens(request, block_tokens)
+
+    def _admitted(self, request: Request) -> int:
+        """While it waited others may have computed what it begins with."""
+        hit = self.cache.leading(request.keys) * self._block_tokens
+        request.cached = min(hit, request.prompt - 1)
+        uncached = max(0, request.prompt - 1 - request.cached)
+        self.waiting_tokens += uncached - request.uncached
+        request.uncached = uncached
+        self._here[request] = request.cached
+        return request.cached
+
+    def _chunk_done(self, request: Request, tokens: int) -> None:
+        self.cache.add(request.keys[: tokens // self._block_tokens])
 
     def _prompt_ready(self, request: Request) -> None:
         self.waiting_tokens -= request.uncached

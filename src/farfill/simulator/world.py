@@ -53,7 +53,7 @@ class World:
         self._pieces = file.engine.pieces_per_chunk
         self.over = 0
         if scenario.trace:
-            self._traffic = TraceTraffic(self.kernel, scenario.trace, scenario.recorded, self._arrive)
+            self._traffic = TraceTraffic(self.kernel, scenario.trace, scenario.recorded, scenario.paces, self._arrive)
         else:
             self._traffic = GeneratedTraffic(self.kernel, scenario, self.block_tokens, self._arrive)
         self.troubles = Troubles(self)
@@ -263,7 +263,7 @@ class World:
             request.budgeted_s = -1.0
         if request.keys:
             decode: DecodeServer = request.decode
-            reported = decode.cache.leading(request.keys) * self.block_tokens
+            reported = decode.found_tokens(request, self.block_tokens)
             decode.cache.add(request.keys)
             self.gateway.cached_at(decode.instance.name, request, reported)
 

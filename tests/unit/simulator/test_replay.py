@@ -102,6 +102,25 @@ def test_the_parts_come_out_of_the_recording(tmp_path: Path) -> None:
     assert scenario.file.caches.decode_tokens == pytest.approx(64 * 2**20 / KV_BYTES, rel=0.01)
 
 
+def test_a_machine_that_is_slower_at_times_is_so_in_the_replay(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    lines = [recorded(number) for number in range(24)]
+    for number, line in enumerate(lines):
+        assert line.prefill is not None
+        assert line.ttft_s is not None
+        if number % 4 >= 2:
+            line.ttft_s += line.prefill.seconds
+            line.prefill.seconds *= 2
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    scenario = scenario_of_recording(path)
+    fast = [pace for number, pace in enumerate(scenario.paces) if number % 4 < 2]
+    slow = [pace for number, pace in enumerate(scenario.paces) if number % 4 >= 2]
+    assert max(fast) < 1 < min(slow)
+    replayed = simulate(scenario).replayed
+    assert replayed is not None
+    assert abs(replayed.ttft_off) < 0.03
+
+
 def test_a_replay_waits_as_long_as_was_measured(tmp_path: Path) -> None:
     replayed = simulate(scenario_of_recording(recording(tmp_path))).replayed
     assert replayed is not None
