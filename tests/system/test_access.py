@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -174,3 +175,25 @@ def test_no_process_ever_logged_a_key(guarded: Guarded) -> None:
         for each in guarded.keys:
             at = text.find(each[16:])
             assert at < 0, f"{path.name} has a key: {text[max(0, at - 200) : at]}"
+
+
+def test_parity_gets_in_with_the_keys_it_is_given(guarded: Guarded, tmp_path: Path) -> None:
+    for name, scope in (("client", ["--tenant", "both"]), ("operator", ["--scope", "monitor"])):
+        (tmp_path / name).write_text(guarded.new_key(*scope))
+        (tmp_path / name).chmod(0o600)
+    base = [
+        *(sys.executable, "-m", "farfill.cli.main", "parity", "--gateway", guarded.cluster.url, "--model", "default"),
+        *("--lengths", "150", "--tokens", "8", "--json", "--api-key", f"file:{tmp_path / 'client'}"),
+    ]
+    operator = [
+        *("--admin", guarded.admin, "--admin-key", f"file:{tmp_path / 'operator'}"),
+        *("--admin-ca", f"file:{guarded.cluster.config_path.parent / 'pki' / 'ca.pem'}"),
+    ]
+    done = subprocess.run([*base, *operator], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = json.loads(done.stdout)
+    assert result["ok"]
+
+    refused = subprocess.run(base[:-2], capture_output=True, text=True, check=False, timeout=120)
+    assert refused.returncode == 1
+    assert "API key" in refused.stderr

@@ -18,6 +18,14 @@ from farfill.core.errors import ConfigError, FarfillError
 TIMEOUT_S = 10.0
 
 
+def trusting(option: str, ca: str) -> ssl.SSLContext:
+    """For servers whose certificate `ca` (file:PATH) signed; "": the system's. Raises ConfigError."""
+    try:
+        return ssl.create_default_context(cadata=resolve_secret(ca, Path()).decode("ascii") if ca else None)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"{option}: {ca}: not a PEM certificate: {error}") from error
+
+
 class AdminClient:
     """`url` is https://host:port; `key` and `ca` are references (file:PATH, env:NAME), `ca` "" means the system's."""
 
@@ -27,13 +35,9 @@ class AdminClient:
             raise ConfigError(f"--admin: {url!r} is not https://HOST:PORT")
         if not key:
             raise ConfigError("--admin needs --admin-key, such as env:FARFILL_ADMIN_KEY or file:admin.key")
-        self._url = url.rstrip("/")
-        self._key = resolve_secret(key, Path(), private=True).decode("utf-8", "replace").strip()
-        try:
-            authority = resolve_secret(ca, Path()).decode("ascii") if ca else None
-            self._context = ssl.create_default_context(cadata=authority)
-        except (ssl.SSLError, ValueError) as error:
-            raise ConfigError(f"--admin-ca: {ca}: not a PEM certificate: {error}") from error
+        self.url = url.rstrip("/")
+        self.key = resolve_secret(key, Path(), private=True).decode("utf-8", "replace").strip()
+        self.tls = trusting("--admin-ca", ca)
 
     def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """The answer. Raises FarfillError with what the gateway said."""
@@ -41,18 +45,16 @@ class AdminClient:
 
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
-        headers = {"Authorization": f"Bearer {self._key}"}
+        headers = {"Authorization": f"Bearer {self.key}"}
         try:
             async with (
                 aiohttp.ClientSession(timeout=timeout, headers=headers) as session,
-                session.request(
-                    method, self._url + path, json=body, ssl=self._context, allow_redirects=False
-                ) as response,
+                session.request(method, self.url + path, json=body, ssl=self.tls, allow_redirects=False) as response,
             ):
                 answer = json.loads(await response.read() or b"{}")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             text = str(error) or type(error).__name__
-            raise FarfillError(f"{self._url}: {text}", reason="unreachable", retryable=True) from error
+            raise FarfillError(f"{self.url}: {text}", reason="unreachable", retryable=True) from error
         if response.status >= 400:
             told = answer.get("error", {}) if isinstance(answer, dict) else {}
             raise FarfillError(told.get("message", f"status {response.status}"), reason=told.get("code", "failed"))

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 import typer
 from rich.console import Console
 
+from farfill.cli.gateway_access import ApiKey, GatewayCa, RecordsAt, gateway_access
+from farfill.cli.keys import AdminCa, AdminKey
 from farfill.cli.local_cluster import LocalCluster, LocalPlan
 from farfill.cli.local_ports import free_ports
 from farfill.cli.local_ready import until_ready
@@ -21,7 +23,7 @@ from farfill.cli.progress import progress
 from farfill.cli.stoppable import run_stoppable
 from farfill.config.load import load_config
 from farfill.core.errors import ConfigError
-from farfill.verify.client import GatewayUnreachableError, gateway_client
+from farfill.verify.client import GatewayAccess, GatewayUnreachableError, gateway_client
 from farfill.verify.parity import ParityResult, run_parity
 from farfill.verify.parity_report import describe, print_report, to_json
 from farfill.verify.prompts import (
@@ -70,7 +72,15 @@ def parity(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of the table.")] = False,
     start: Annotated[bool, typer.Option("--up", help="Start a cluster for this run, and stop it.")] = False,
-    model: Annotated[str | None, typer.Option(help="With --up: smollm2 (default) or gemma3.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="With --up: smollm2 (default) or gemma3. Else one the gateway offers (the first)."),
+    ] = None,
+    api_key: ApiKey = "",
+    ca: GatewayCa = "",
+    admin: RecordsAt = "",
+    admin_key: AdminKey = "",
+    admin_ca: AdminCa = "",
     dtype: Annotated[str | None, typer.Option(help="With --up: float32 (default) or bfloat16.")] = None,
     accept_gemma_terms: Annotated[
         bool, typer.Option("--accept-gemma-terms", help="You accept the Gemma Terms of Use.")
@@ -79,7 +89,7 @@ def parity(
     """Compare far-prefilled with local output, token id by token id. 1: not equal. 2: no cluster to ask."""
     refuse_contradictions(
         {"--up": start, "--gateway": gateway, "--config": config},
-        {"--model": model, "--dtype": dtype, "--accept-gemma-terms": accept_gemma_terms},
+        {"--dtype": dtype, "--accept-gemma-terms": accept_gemma_terms},
     )
     plan = ParityPlan(
         lengths=_parse_lengths(lengths),
@@ -97,7 +107,16 @@ def parity(
         try:
             if config is not None and not allow_lossy:
                 refuse_lossy(config)
-            result = asyncio.run(compare(gateway_url(config, gateway), plan, console))
+            access = gateway_access(
+                gateway_url(config, gateway),
+                model=model or "",
+                api_key=api_key,
+                ca=ca,
+                admin=admin,
+                admin_key=admin_key,
+                admin_ca=admin_ca,
+            )
+            result = asyncio.run(compare(access, plan, console))
         except GatewayUnreachableError as error:
             raise ConfigError(f"{error}\nstart a cluster first (farfill up), or say --up") from error
     if as_json:
@@ -143,9 +162,9 @@ async def _compare_once(cluster_plan: LocalPlan, plan: ParityPlan, console: Cons
         return await compare(cluster.url, plan, console)
 
 
-async def compare(url: str, plan: ParityPlan, console: Console) -> ParityResult:
-    """Run `plan` against the gateway at `url`, telling `console` of each row."""
-    async with gateway_client(url) as client:
+async def compare(access: GatewayAccess | str, plan: ParityPlan, console: Console) -> ParityResult:
+    """Run `plan` against that gateway, telling `console` of each row."""
+    async with gateway_client(access) as client:
         model = await client.model()
         cases = []
         if plan.prompts is not None:

@@ -10,6 +10,8 @@ import msgspec
 import typer
 from rich.console import Console
 
+from farfill.cli.gateway_access import ApiKey, GatewayCa, RecordsAt, gateway_access
+from farfill.cli.keys import AdminCa, AdminKey
 from farfill.cli.parity import checked_url
 from farfill.cli.progress import progress
 from farfill.core.errors import ConfigError
@@ -30,7 +32,7 @@ from farfill.planner.problem import read_problem
 from farfill.planner.profile import Profile
 from farfill.planner.profile_file import ProfileFile, read_profile, write_profile
 from farfill.planner.roofline import Efficiency, estimate_profile
-from farfill.verify.client import gateway_client
+from farfill.verify.client import GatewayAccess, gateway_client
 from farfill.verify.profile import ProfilePlan, measure_profile
 
 app = typer.Typer(no_args_is_help=True, help="Plan before you buy: KV sizes, profiles, capacity.")
@@ -114,6 +116,12 @@ def profile(
     tokens: Annotated[int, typer.Option(min=2, help="Output tokens of each decode measurement.")] = 32,
     repeat: Annotated[int, typer.Option(min=1, max=100, help="Measurements of each figure; the median counts.")] = 3,
     like: Like = None,
+    model: Annotated[str, typer.Option(help="With --gateway: one it offers (the first).")] = "",
+    api_key: ApiKey = "",
+    ca: GatewayCa = "",
+    admin: RecordsAt = "",
+    admin_key: AdminKey = "",
+    admin_ca: AdminCa = "",
 ) -> None:
     """Write how fast an instance is: measured, estimated, or imported."""
     said = [
@@ -140,7 +148,16 @@ def profile(
             output_tokens=tokens,
             repeat=repeat,
         )
-        file = asyncio.run(_measure(checked_url(gateway), plan))
+        access = gateway_access(
+            checked_url(gateway),
+            model=model,
+            api_key=api_key,
+            ca=ca,
+            admin=admin,
+            admin_key=admin_key,
+            admin_ca=admin_ca,
+        )
+        file = asyncio.run(_measure(access, plan))
     elif estimate is not None:
         config, _ = read_model_config(estimate)
         profile = _estimate(config, derive_geometry(config, like=like), accelerator, gpus, weight_bytes)
@@ -194,9 +211,9 @@ def _estimate(config: Json, geometry: Geometry, accelerator: str, gpus: int, wei
     return estimate_profile(config, geometry, find_accelerator(accelerator), gpus, efficiency=efficiency)
 
 
-async def _measure(url: str, plan: ProfilePlan) -> ProfileFile:
+async def _measure(access: GatewayAccess, plan: ProfilePlan) -> ProfileFile:
     with progress() as report:
-        async with gateway_client(url) as client:
+        async with gateway_client(access) as client:
             return await measure_profile(client, plan, report)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import ssl
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -87,21 +89,41 @@ class Answer:
     lossy: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Door:
+    """An address of a gateway and what opens it. `tls` None: the system's CAs. `key` "": none is shown."""
+
+    url: str
+    key: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayAccess:
+    """`admin`: where records are, if not at the public address. `model` "": the first one offered."""
+
+    public: Door
+    admin: Door | None = None
+    model: str = ""
+
+
 class GatewayClient:
     """One gateway. Errors are `GatewayUnreachableError` or `GatewayRefusedError`."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, access: GatewayAccess, session: aiohttp.ClientSession) -> None:
+        self.url = access.public.url.rstrip("/")
+        self._access = access
         self._session = session
         self._model: ServedModel | None = None
 
     async def model(self) -> ServedModel:
-        """The model offered; asked for once."""
+        """The model asked for; looked up once."""
         if self._model is None:
-            body = await self._json("GET", "/v1/models")
+            wanted = self._access.model
+            body = await self._json("GET", f"/v1/models/{quote(wanted)}" if wanted else "/v1/models")
             try:
-                first = body["data"][0]
-                self._model = ServedModel(first["id"], first["max_model_len"])
+                card = body if wanted else body["data"][0]
+                self._model = ServedModel(card["id"], card["max_model_len"])
             except (LookupError, TypeError):
                 raise GatewayRefusedError(f"no Farfill gateway at {self.url}", status=200, code="unknown") from None
         return self._model
@@ -129,12 +151,13 @@ class GatewayClient:
 
     async def record(self, request_id: str) -> RequestRecord:
         """What happened to a request, as gateway and workers reported it."""
-        async with self._request("GET", f"/v1/farfill/requests/{request_id}?wait_s={RECORD_WAIT_S}") as response:
+        path, admin = f"/v1/farfill/requests/{request_id}?wait_s={RECORD_WAIT_S}", self._access.admin
+        async with self._request("GET", path, door=admin) as response:
             return msgspec.json.decode(await response.read(), type=RequestRecord)
 
     async def metrics(self) -> str:
         """The gateway's metrics, in Prometheus' text format."""
-        async with self._request("GET", "/metrics") as response:
+        async with self._request("GET", "/metrics", door=self._access.admin) as response:
             return await response.text()
 
     async def _open(
@@ -154,10 +177,20 @@ class GatewayClient:
 
     @contextlib.asynccontextmanager
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        headers: dict[str, str] | None = None,
+        door: Door | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
+        door = door or self._access.public
+        shown = {"Authorization": f"Bearer {door.key}"} if door.key else {}
+        tls = True if door.tls is None else door.tls
         try:
-            async with self._session.request(method, self.url + path, json=body, headers=headers) as response:
+            async with self._session.request(
+                method, door.url.rstrip("/") + path, json=body, headers={**shown, **(headers or {})}, ssl=tls
+            ) as response:
                 if response.status >= 400:
                     raise _refused(response.status, await response.read())
                 yield response
@@ -170,7 +203,7 @@ class GatewayClient:
             asyncio.IncompleteReadError,
         ) as error:
             raise GatewayUnreachableError(
-                f"no answer from the gateway at {self.url}: {error or type(error).__name__}"
+                f"no answer from the gateway at {door.url}: {error or type(error).__name__}"
             ) from error
 
 
@@ -198,11 +231,11 @@ class StreamedAnswer:
 
 
 @contextlib.asynccontextmanager
-async def gateway_client(url: str, *, timeout_s: float = 600.0) -> AsyncIterator[GatewayClient]:
-    """A client with its own connections."""
+async def gateway_client(access: GatewayAccess | str, *, timeout_s: float = 600.0) -> AsyncIterator[GatewayClient]:
+    """A client with its own connections; a URL is a gateway that asks for nothing."""
     timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=5.0)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        yield GatewayClient(url, session)
+        yield GatewayClient(GatewayAccess(Door(access)) if isinstance(access, str) else access, session)
 
 
 def _body(generation: Generation, model: str, stream: bool) -> dict[str, Any]:

@@ -94,7 +94,6 @@ def test_parity_refuses_what_is_no_url_in_one_line(monkeypatch, capsys, url: str
         (["--up", "--gateway", "http://127.0.0.1:1"], ["--up", "--gateway"]),
         (["--up", "--config", "c.yaml"], ["--up", "--config"]),
         (["--gateway", "http://127.0.0.1:1", "--config", "c.yaml"], ["--gateway", "--config"]),
-        (["--model", "smollm2", "--config", "c.yaml"], ["--model", "without --up"]),
         (["--dtype", "float32", "--accept-gemma-terms"], ["--dtype", "--accept-gemma-terms", "without --up"]),
     ],
 )
