@@ -323,8 +323,7 @@ class WorkerConfig(Section):
     )
     vllm_listen: Address | None = Field(
         default=None,
-        description="With engine.type vllm: address of vLLM's own API for stock routers (vllm-router), plain HTTP;"
-        " where it decodes, the worker then signs tickets and needs tickets.signing_key.",
+        description="With engine.type vllm: address of vLLM's own API for stock routers (vllm-router), plain HTTP.",
     )
 
 
@@ -345,7 +344,7 @@ class TlsConfig(Section):
 class TicketConfig(Section):
     signing_key: SecretRef = Field(
         examples=["file:pki/ticket.key"],
-        description="Ed25519 private key (PEM); read by gateways, and by decode workers with vllm_listen.",
+        description="Ed25519 private key (PEM); read by gateways alone.",
     )
     public_key: SecretRef = Field(
         examples=["file:pki/ticket.pub"], description="Ed25519 public key (PEM); workers verify tickets with it."

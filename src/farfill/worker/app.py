@@ -89,7 +89,7 @@ def build_worker_app(deps: WorkerDeps) -> web.Application:
         app.router.add_post("/v1/prefill", for_gateway(deps.prefill.handle))
     if deps.held is not None:
         # Decode workers ask for what a stock router told them of.
-        decoders = frozenset({"gateway", str(Role.DECODE), str(Role.MIXED)})
+        decoders = frozenset({str(Role.DECODE), str(Role.MIXED)})
         push = guard(deps.held.push, cluster=deps.cluster, roles=decoders)
         app.router.add_post("/v1/exports/{transfer_id}/push", push)
     if deps.decode is not None:

@@ -21,8 +21,9 @@ from farfill.engine.protocol import Engine, PrefillHandle, PrefillStats, Prefill
 from farfill.telemetry.metrics import WorkerMetrics
 from farfill.transfer.protocol import OutgoingTransfer, TransferSender
 from farfill.transfer.tickets import TicketVerifier
+from farfill.transport.tls import PeerIdentity
 from farfill.wire.held import PushCommand, PushReport
-from farfill.worker.http import message_response, read_message
+from farfill.worker.http import identity_of, message_response, read_message
 
 log = structlog.get_logger()
 
@@ -110,7 +111,7 @@ class HeldService:
     async def push(self, request: web.Request) -> web.StreamResponse:
         """Answers when the receiver has confirmed the complete set, or says why it never will."""
         command = await read_message(request, PushCommand)
-        ticket = self._checked(command)
+        ticket = self._checked(command, identity_of(request))
         held = self._held.pop(ticket.transfer_id, None)
         if held is None:
             raise UnavailableError(f"nothing is held for transfer {ticket.transfer_id}", reason="prefill_lost")
@@ -148,8 +149,11 @@ class HeldService:
         )
         return PushReport(transfer_s=sent.total_s, raw_bytes=sent.raw_bytes, wire_bytes=sent.wire_bytes)
 
-    def _checked(self, command: PushCommand) -> Ticket:
-        ticket = self.verifier.verify(command.ticket)
+    def _checked(self, command: PushCommand, asks: PeerIdentity | None) -> Ticket:
+        """KV goes to whoever asks for it, by certificate, and knows its id; the signature is for the receiver."""
+        ticket = self.verifier.read(command.ticket)
+        if asks is None or asks.name != ticket.decode:
+            raise TicketError(f"{asks} asks for KV to be sent to {ticket.decode!r}", reason="ticket_wrong_peer")
         if ticket.prefill != self.name:
             raise TicketError(f"the ticket names prefill worker {ticket.prefill!r}", reason="ticket_wrong_peer")
         if ticket.fingerprint != self.engine.info.fingerprint:

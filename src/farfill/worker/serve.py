@@ -33,7 +33,7 @@ from farfill.telemetry.metrics import WorkerMetrics, exposition
 from farfill.transfer.encoder import lossy_form
 from farfill.transfer.receiver import KVReceiver
 from farfill.transfer.sender import KVSender
-from farfill.transfer.tickets import TicketSigner, TicketVerifier
+from farfill.transfer.tickets import OwnKey, TicketVerifier, new_signer
 from farfill.transport.certificates import CertificateWatch, ServerContext
 from farfill.transport.own_certificate import OwnCertificate
 from farfill.transport.tls import PeerIdentity, client_context, http_server_context, server_context
@@ -46,6 +46,7 @@ from farfill.worker.held import HeldService
 from farfill.worker.keep import KeepService
 from farfill.worker.media import RenderService
 from farfill.worker.prefill import PrefillService
+from farfill.worker.text import takes_text
 from farfill.worker.vllm_front import HeldAt, VllmFront
 
 log = structlog.get_logger()
@@ -70,6 +71,7 @@ class _Parts:
     registry_tls: ssl.SSLContext
     clock: Clock
     verifier: TicketVerifier
+    own: OwnKey | None
 
 
 async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> None:
@@ -79,6 +81,7 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
     tls = read_tls(loaded, name)
     public_key = resolve_secret(config.tickets.public_key, loaded.base_dir)
     clock = WallClock()
+    own = OwnKey(name, new_signer()) if worker.vllm_listen else None
     try:
         engine = await _load_engine(loaded, stop)
     except CancelledWorkError:
@@ -95,7 +98,8 @@ async def run_worker(loaded: LoadedConfig, name: str, stop: asyncio.Event) -> No
         client_tls=client_context(tls.cert_pem, tls.key_pem, tls.ca_pem),
         registry_tls=registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, config.cluster),
         clock=clock,
-        verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s),
+        verifier=TicketVerifier(public_key, clock, config.tickets.clock_tolerance_s, own),
+        own=own,
     )
     parts.metrics.set_capacity(engine.info.kv_total_bytes)
     await _prepare_grammars(parts)
@@ -243,12 +247,12 @@ async def _open_front(
         )
         stack.callback(held.close)
     if receiver is not None:
-        key = resolve_secret(config.tickets.signing_key, parts.loaded.base_dir, private=True)
+        assert parts.own is not None
         fetch = FetchService(
             name=parts.name,
             engine=engine,
             receiver=receiver,
-            signer=TicketSigner(key),
+            signer=parts.own.signer,
             metrics=parts.metrics,
             clock=parts.clock,
             tls=parts.client_tls,
@@ -344,6 +348,7 @@ def _instance(parts: _Parts) -> Instance:
         kv_total_bytes=info.kv_total_bytes,
         version=worker.version or farfill.__version__,
         protocol=PROTOCOL_VERSION,
+        takes_text=takes_text(parts.engine),
     )
 
 

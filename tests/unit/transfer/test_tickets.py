@@ -16,7 +16,7 @@ from farfill.clock import VirtualClock
 from farfill.core.errors import ConfigError, TicketError
 from farfill.core.ticket import Ticket
 from farfill.transfer.limits import fallback_reason
-from farfill.transfer.tickets import TicketSigner, TicketVerifier, check_ticket, sign_ticket
+from farfill.transfer.tickets import OwnKey, TicketSigner, TicketVerifier, check_ticket, new_signer, sign_ticket
 from support.pki import make_ticket_keys
 
 PRIVATE, PUBLIC = make_ticket_keys()
@@ -75,6 +75,31 @@ def test_any_changed_character_is_noticed(verifier: TicketVerifier) -> None:
         other = "A" if token[position] != "A" else "B"
         changed = token[:position] + other + token[position + 1 :]
         assert reason(verifier, changed) in ("ticket_forged", "ticket_malformed")
+
+
+def test_own_key_counts_beside_the_gateways_for_tickets_to_oneself_alone(clock: VirtualClock) -> None:
+    own = OwnKey(TICKET.decode, new_signer())
+    verifier = TicketVerifier(PUBLIC, clock, 5.0, own)
+    assert verifier.verify(own.signer.sign(TICKET)) == TICKET
+    assert verifier.verify(sign_ticket(TICKET, PRIVATE)) == TICKET
+    assert reason(verifier, own.signer.sign(replace(TICKET, decode="another"))) == "ticket_wrong_peer"
+    assert verifier.verify(sign_ticket(replace(TICKET, decode="another"), PRIVATE)).decode == "another"
+    assert reason(verifier, new_signer().sign(TICKET)) == "ticket_forged"
+    clock.advance(70.0)
+    assert reason(verifier, own.signer.sign(TICKET)) == "ticket_expired"
+
+
+def test_own_key_of_one_worker_is_forgery_to_others(verifier: TicketVerifier) -> None:
+    assert reason(verifier, new_signer().sign(TICKET)) == "ticket_forged"
+
+
+def test_a_sender_reads_what_it_cannot_verify(clock: VirtualClock, verifier: TicketVerifier) -> None:
+    token = new_signer().sign(TICKET)
+    assert verifier.read(token) == TICKET
+    clock.advance(70.0)
+    for bad in (token, "x", "a.b"):
+        with pytest.raises(TicketError):
+            verifier.read(bad)
 
 
 def test_other_key_is_forgery(verifier: TicketVerifier) -> None:

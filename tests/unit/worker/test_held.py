@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import pytest
 
+from farfill.clock import WallClock
 from farfill.core.cluster import FallbackReason
-from farfill.core.errors import CancelledWorkError, EngineError
+from farfill.core.errors import CancelledWorkError, EngineError, FarfillError
+from farfill.core.ticket import Ticket
 from farfill.engine.protocol import PrefillStats
 from farfill.kv.manifest import Manifest
 from farfill.telemetry.metrics import WorkerMetrics
 from farfill.transfer.protocol import TransferStats
+from farfill.transfer.tickets import TicketVerifier, new_signer
+from farfill.transport.tls import PeerIdentity
+from farfill.wire.held import PushCommand
+from farfill.worker import held
 from farfill.worker.held import HeldPrefill, HeldService
+from support.pki import make_ticket_keys
 
 STATS = PrefillStats(queued_s=0.0, compute_s=1.0, computed_tokens=9, cached_tokens=0)
 
@@ -96,6 +104,8 @@ class Handle:
 
 
 class Engine:
+    info = SimpleNamespace(fingerprint="f")
+
     def __init__(self) -> None:
         self.handles: list[Handle] = []
 
@@ -105,12 +115,12 @@ class Engine:
         return self.handles[-1]
 
 
-def _service(engine: Engine, hold_s: float) -> HeldService:
+def _service(engine: Engine, hold_s: float, verifier: TicketVerifier | None = None) -> HeldService:
     return HeldService(
         name="far",
         engine=engine,  # type: ignore[arg-type]
         sender=None,  # type: ignore[arg-type]
-        verifier=None,  # type: ignore[arg-type]
+        verifier=verifier,  # type: ignore[arg-type]
         metrics=WorkerMetrics(site="far", role="prefill", model="m"),
         hold_s=hold_s,
     )
@@ -134,3 +144,40 @@ async def test_closing_lets_go_of_everything() -> None:
     service.close()
     assert all(handle.released.is_set() for handle in engine.handles)
     assert len(service) == 0
+
+
+@pytest.mark.parametrize(
+    ("asks", "prefill", "num_tokens", "reason"),
+    [
+        ("near", "far", 9, "prefill_lost"),  # all is well, but nothing of that id is held
+        ("elsewhere", "far", 9, "ticket_wrong_peer"),
+        (None, "far", 9, "ticket_wrong_peer"),
+        ("near", "other", 9, "ticket_wrong_peer"),
+    ],
+)
+async def test_kv_goes_to_the_worker_that_asks_for_itself(
+    monkeypatch: pytest.MonkeyPatch, asks: str | None, prefill: str, num_tokens: int, reason: str
+) -> None:
+    """Whoever signed: the one whose certificate it is gets it, and nobody else."""
+    service = _service(Engine(), 60.0, verifier=TicketVerifier(make_ticket_keys()[1], WallClock(), 1.0))
+    now_s = WallClock().unix_s()
+    ticket = Ticket(
+        transfer_id="t",
+        fingerprint="f",
+        tenant="",
+        prefill=prefill,
+        decode="near",
+        num_tokens=num_tokens,
+        issued_unix_s=now_s,
+        expires_unix_s=now_s + 60,
+    )
+    identity = None if asks is None else PeerIdentity("c", "s", "decode", asks)
+
+    async def command(*_: object) -> PushCommand:
+        return PushCommand(ticket=new_signer().sign(ticket), target="host:1", timeout_s=1.0)
+
+    monkeypatch.setattr(held, "read_message", command)
+    monkeypatch.setattr(held, "identity_of", lambda _: identity)
+    with pytest.raises(FarfillError) as caught:
+        await service.push(None)  # type: ignore[arg-type]
+    assert caught.value.reason == reason
