@@ -66,6 +66,7 @@ async def serve(folder: Path, worker_port: int) -> None:
         generation="g",
         state=InstanceState.READY,
         max_context_tokens=1_000_000,
+        takes_text=True,
     )
     deps = GatewayDeps(
         config=config,

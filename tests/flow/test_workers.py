@@ -13,6 +13,7 @@ import structlog
 from farfill.core.cluster import FallbackReason
 from farfill.kv.manifest import build_manifest
 from farfill.wire.control import FailTransferCommand
+from farfill.worker.text import MAX_TEXT_CHARS
 from support.transfer_harness import DECODE, PREFILL
 from support.worker_harness import CHUNK, RefusedError, TwoWorkers
 
@@ -58,6 +59,28 @@ async def test_local_prompt_of_one_token_is_served(tmp_path: Path):
         answer = await two.decode(prompt)
         assert answer.tokens == two.expected(prompt)
         assert answer.start.prefilled_at == "local"
+
+
+async def test_prompt_that_comes_as_text_gives_the_tokens_of_its_ids(tmp_path: Path):
+    async with TwoWorkers.running(tmp_path) as two:
+        text = "a short prompt"
+        answer = await two.decode([], text=text)
+        assert answer.tokens == two.expected(list(text.encode()))
+        assert answer.start.prompt_tokens == len(text)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [([1], {"text": "x"}, "text"), ([], {"text": "x" * (MAX_TEXT_CHARS + 1)}, "text"), ([], {"text": ""}, "token_ids")],
+)
+async def test_prompt_is_either_text_or_ids_and_not_long_text(
+    tmp_path: Path, prompt: list[int], fields: dict[str, str], param: str
+):
+    async with TwoWorkers.running(tmp_path) as two:
+        with pytest.raises(RefusedError) as refused:
+            await two.decode(prompt, **fields)
+        assert refused.value.status == 400
+        assert param in refused.value.body.message or "prompt tokens" in refused.value.body.message
 
 
 async def test_choices_share_one_prefill(tmp_path: Path):

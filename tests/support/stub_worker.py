@@ -128,6 +128,8 @@ class StubWorker:
     generation: str = "1"
     version: str = "old"
     protocol: int = PROTOCOL_VERSION
+    takes_text: bool = False
+    """A token a byte, as the gateways of tests count."""
     # what happened
     decodes: list[DecodeCommand] = field(default_factory=list)
     prefills: list[PrefillCommand] = field(default_factory=list)
@@ -188,6 +190,7 @@ class StubWorker:
             max_context_tokens=self.max_context_tokens,
             version=self.version,
             protocol=self.protocol,
+            takes_text=self.takes_text,
         )
 
     async def _blocks(self, request: web.Request) -> web.StreamResponse:
@@ -286,9 +289,8 @@ class StubWorker:
 
     async def _events(self, command: DecodeCommand, failure: str | None) -> AsyncIterator[GenerationEvent]:
         remote = bool(command.ticket) and failure is None
-        start = start_event(
-            len(command.token_ids), "remote" if remote else "local", failure or "none", self.cached_tokens
-        )
+        tokens = len(command.token_ids) or len(command.text.encode())
+        start = start_event(tokens, "remote" if remote else "local", failure or "none", self.cached_tokens)
         start.lossy = self.lossy if remote else ""
         yield start
         texts = [f"w{i} " for i in range(command.sampling.max_tokens)] if self.texts is None else self.texts

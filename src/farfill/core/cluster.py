@@ -29,7 +29,7 @@ class Instance:
     `url` is its control address (https://host:port); `transfer_address` is where it accepts KV connections
     ("host:port", empty when it dials them). `generation` changes at every start, so a restarted worker is never
     mistaken for its former self. `version` is what a rollout of a new worker version knows it by, `protocol` the
-    version of the control and transfer protocols it speaks.
+    version of the control and transfer protocols it speaks. `takes_text`: it takes short prompts as text.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Instance:
     kv_total_bytes: int = 0
     version: str = ""
     protocol: int = 1
+    takes_text: bool = False
 
 
 class PlacementReason(StrEnum):

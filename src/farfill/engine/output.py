@@ -28,6 +28,8 @@ class Vocabulary:
     @classmethod
     def of(cls, tokenizer: Tokenizer, eos_ids: frozenset[int], vocab_size: int) -> Vocabulary:
         """A vocabulary; whether tokens spell bytes is read from the tokenizer's own decoder."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         decoder = json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
         grammars = Grammars(tokenizer.to_str, max(vocab_size, tokenizer.get_vocab_size()), eos_ids)
         return cls(tokenizer, eos_ids, vocab_size, grammars, byte_alphabet() if '"ByteLevel"' in decoder else {})

@@ -61,7 +61,7 @@ class ParitySampler:
             and bool(generation.token_ids)
             and not generation.start.lossy
             and self.chance() < self.ratio
-            and self.fallback.open(len(generation.job.prompt))
+            and self.fallback.open(generation.job.prompt.length)
         )
 
     async def compare(self, job: Job, far: Sequence[int]) -> None:

@@ -35,6 +35,14 @@ class LoadedTokenizer:
     context_tokens: int
     vocab_size: int
     takes_images: bool = False
+    growth: int | None = None
+    """How many bytes the tokenizer makes of one at most before it cuts them into tokens; None: it cannot be told."""
+    extra_tokens: int = 0
+    """Special tokens, and a blank in front, that it may add to a text."""
+
+    def most_tokens(self, text: str) -> int | None:
+        """A bound for the tokens of `text`, however it is tokenized: no token is less than a byte."""
+        return None if self.growth is None else len(text.encode("utf-8", "replace")) * self.growth + self.extra_tokens
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Blocks; a long text releases the GIL while it works."""
@@ -107,7 +115,21 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
     if not isinstance(context, int) or context < 1:
         raise ConfigError(f"{folder / 'config.json'} has no max_position_embeddings: the context length is unknown")
     vocab = max(tokenizer.get_vocab_size(with_added_tokens=True), int(text_config.get("vocab_size") or 0))
-    return LoadedTokenizer(tokenizer, _chat_template(folder, settings), context, vocab, "vision_config" in config)
+    return LoadedTokenizer(
+        tokenizer,
+        _chat_template(folder, settings),
+        context,
+        vocab,
+        "vision_config" in config,
+        _growth(tokenizer),
+        tokenizer.num_special_tokens_to_add(is_pair=False) + 1,
+    )
+
+
+def _growth(tokenizer: tokenizers.Tokenizer) -> int | None:
+    """By the normalizer; the greatest growth in UTF-8 of Unicode's forms: https://unicode.org/faq/normalization.html"""
+    normalizer = json.loads(tokenizer.to_str()).get("normalizer")
+    return 1 if normalizer is None else {"NFC": 3, "NFKC": 11}.get(normalizer.get("type"))
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:

@@ -1,7 +1,7 @@
-"""Connections to workers: aiohttp's client protocol and parser, without what its session does for the web at large.
+"""Connections to workers: HTTP/1.1 with httptools' parser, without what a client does for the web at large.
 
 No cookies, no redirects, no proxies, no URL handling: a request is one write, an answer a status and a stream of bytes.
-`benchmarks/gateway.py` says what that is worth.
+The other side is one of ours, known by its certificate; what it may cost us is bounded all the same. ADR 0022 says why.
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import aiohttp
-from aiohttp.client_proto import ResponseHandler
-from aiohttp.http_parser import RawResponseMessage
-from aiohttp.streams import StreamReader
+import httptools
 
 IDLE_S = 15.0
 """An idle connection is not used again after so long: the other side may be about to close it."""
 PIECE_BYTES = 256 * 1024
 """Longer bodies are sent piece by piece, so that the loop stays responsive."""
-READ_BYTES = 64 * 1024
+READ_BYTES = 128 * 1024
+"""Nothing more is read from a connection while so much waits to be taken."""
+MAX_HEAD_BYTES = 64 * 1024
 
 
 class UnreachedError(Exception):
@@ -47,31 +46,80 @@ class Endpoint(NamedTuple):
 class Answer:
     """The answer to one request. Read it to its end, or `close` it, which ends the connection."""
 
-    def __init__(self, status: int, payload: StreamReader, connection: _Connection) -> None:
+    __slots__ = ("_connection", "_ended", "_error", "_pieces", "_size", "_waiter", "status")
+
+    def __init__(self, status: int, connection: _Connection) -> None:
         self.status = status
-        self._payload = payload
         self._connection = connection
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._ended = False
+        self._error: BrokenError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether it came to its end and all of it was taken."""
+        return self._ended and not self._pieces
 
     async def readany(self) -> bytes:
         """What is there, waiting for at least one byte; empty at the end. Raises BrokenError."""
-        try:
-            return await self._payload.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise BrokenError(repr(error)) from error
+        while not self._pieces:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return b""
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        self._size = 0
+        self._connection.resume_reading()
+        return data
 
     async def read(self, limit: int = -1) -> bytes:
         """All of it, or the first `limit` bytes. Raises BrokenError."""
-        try:
-            return await self._payload.read(limit)
-        except (aiohttp.ClientError, OSError) as error:
-            raise BrokenError(repr(error)) from error
+        found: list[bytes] = []
+        size = 0
+        while (limit < 0 or size < limit) and (data := await self.readany()):
+            found.append(data)
+            size += len(data)
+        whole = b"".join(found)
+        return whole if limit < 0 else whole[:limit]
 
     def close(self) -> None:
-        """Idempotent; without effect when it was read to its end. Whoever waits for more hears BrokenError."""
-        if not self._payload.is_eof():
+        """Idempotent; without effect when it came to its end. Whoever waits for more hears BrokenError."""
+        if not self._ended:
+            self._pieces = []
+            self.broke(BrokenError("closed here"))
             self._connection.close()
-            if self._payload.exception() is None:
-                self._payload.set_exception(aiohttp.ClientConnectionError("closed here"))
+
+    def came(self, data: bytes) -> None:
+        """A piece of it is there."""
+        self._pieces.append(data)
+        self._size += len(data)
+        if self._size > READ_BYTES:
+            self._connection.pause_reading()
+        if self._waiter is not None:
+            self._wake()
+
+    def complete(self) -> None:
+        """That was all."""
+        self._ended = True
+        self._wake()
+
+    def broke(self, error: BrokenError) -> None:
+        """No more will come: what is there can be read yet."""
+        if not self._ended and self._error is None:
+            self._error = error
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
 
 class WorkerConnections:
@@ -89,7 +137,7 @@ class WorkerConnections:
         Raises UnreachedError or BrokenError. Cancelling it closes the connection.
         """
         connection = self._take(endpoint)
-        if connection is None:  # an idle one is false: its queue of answers is empty
+        if connection is None:
             connection = await self._connect(endpoint)
         self._busy.add(connection)
         try:
@@ -182,46 +230,143 @@ def _close_old(idle: deque[_Connection]) -> None:
         idle.popleft().close()
 
 
-class _Connection(ResponseHandler):
+class _Connection(asyncio.Protocol):
     """One connection, which serves one request at a time."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, pool: WorkerConnections, endpoint: Endpoint) -> None:
-        super().__init__(loop)
         self.endpoint = endpoint
         self.idle_since_s = 0.0
+        self.should_close = False
+        self._loop = loop
         self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        self._head: asyncio.Future[Answer] | None = None
+        self._head_bytes = 0
+        self._answer: Answer | None = None
+        self._interim = False
+        self._paused = False
+        self._writable: asyncio.Future[None] | None = None
+
+    def is_connected(self) -> bool:
+        """Whether a request can be sent."""
+        return self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, head: bytes, body: bytes) -> Answer:
-        self.set_response_params(read_until_eof=True, auto_decompress=False, read_bufsize=READ_BYTES)
-        try:
-            await self._send(head, body)
-            message, payload = await self.read()
-            while 100 <= message.code < 200:
-                message, payload = await self.read()
-        except (aiohttp.ClientError, aiohttp.http.HttpProcessingError, OSError) as error:
-            raise BrokenError(repr(error)) from error
-        payload.on_eof(lambda: self._ended(message))
-        return Answer(message.code, payload, self)
+        """Send a request; returns when the head of its answer is there. Raises BrokenError."""
+        if not self.is_connected():
+            raise BrokenError("closed by the other side")
+        self._head_bytes = 0
+        self._head = self._loop.create_future()
+        await self._send(head, body)
+        return await self._head
 
     def close(self) -> None:
-        super().close()
+        """Idempotent."""
+        self.should_close = True
+        if self._transport is not None:
+            self._transport.close()
+        self._fail(BrokenError("closed here"))
         self._pool.ended(self, reusable=False)
 
-    async def _send(self, head: bytes, body: bytes) -> None:
-        if self.transport is None:
-            raise ConnectionResetError("closed by the other side")
-        if len(body) <= PIECE_BYTES:
-            self.transport.write(head + body)
-            return
-        self.transport.write(head)
-        for begin in range(0, len(body), PIECE_BYTES):
-            await self._drain_helper()
-            self.transport.write(body[begin : begin + PIECE_BYTES])
-            await asyncio.sleep(0)
+    def pause_reading(self) -> None:
+        """Nothing more is wanted for now."""
+        if self.is_connected() and not self._paused:
+            self._paused = True
+            cast(asyncio.Transport, self._transport).pause_reading()
 
-    def _ended(self, message: RawResponseMessage) -> None:
-        if message.should_close or not self.is_connected():
+    def resume_reading(self) -> None:
+        """Go on."""
+        if self.is_connected() and self._paused:
+            self._paused = False
+            cast(asyncio.Transport, self._transport).resume_reading()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._head is None and self._answer is None:  # nobody asked
+            self.close()
+            return
+        if self._answer is None:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._fail(BrokenError(repr(error)))
+            self.close()
+            return
+        if self._answer is None and self._head_bytes > MAX_HEAD_BYTES:
+            self._fail(BrokenError(f"the head of an answer is over {MAX_HEAD_BYTES} bytes"))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self.resume_writing()
+        self._fail(BrokenError("closed by the other side" if exc is None else repr(exc)))
+        self._pool.ended(self, reusable=False)
+
+    def pause_writing(self) -> None:
+        if self._writable is None:
+            self._writable = self._loop.create_future()
+
+    def resume_writing(self) -> None:
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+        self._writable = None
+
+    def on_message_begin(self) -> None:
+        """The parser's: the first byte of an answer."""
+        if self._head is None:  # a second answer to one request
+            raise ValueError("nobody asked for it")
+
+    def on_headers_complete(self) -> None:
+        """The parser's: status and headers are there."""
+        status, head = self._parser.get_status_code(), self._head
+        self._interim = 100 <= status < 200
+        if self._interim or head is None:
+            return
+        self._answer = answer = Answer(status, self)
+        if not head.done():
+            head.set_result(answer)
+
+    def on_body(self, data: bytes) -> None:
+        """The parser's: a piece of the body."""
+        if self._answer is not None:
+            self._answer.came(data)
+
+    def on_message_complete(self) -> None:
+        """The parser's: the answer's end."""
+        if self._interim or self._answer is None:
+            return
+        answer, self._answer, self._head = self._answer, None, None
+        answer.complete()
+        if self.should_close or not self._parser.should_keep_alive() or not self.is_connected():
             self.close()
             return
         self.idle_since_s = self._loop.time()
         self._pool.ended(self, reusable=True)
+
+    async def _send(self, head: bytes, body: bytes) -> None:
+        assert self._transport is not None, "checked by the caller"
+        if len(body) <= PIECE_BYTES:
+            self._transport.write(head + body)
+            return
+        self._transport.write(head)
+        for begin in range(0, len(body), PIECE_BYTES):
+            if self._writable is not None:
+                await self._writable
+            if not self.is_connected():
+                return  # an answer that came before may say why
+            self._transport.write(body[begin : begin + PIECE_BYTES])
+            await asyncio.sleep(0)
+
+    def _fail(self, error: BrokenError) -> None:
+        """Whoever waits for an answer, or for more of it, hears of it."""
+        head, answer = self._head, self._answer
+        self._head = self._answer = None
+        if answer is not None:
+            answer.broke(error)
+        elif head is not None and not head.done():
+            head.set_exception(error)
+            head.exception()  # whoever asked may be gone

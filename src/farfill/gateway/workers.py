@@ -119,6 +119,8 @@ class DecodeStream:
 
     async def drain(self, timeout_s: float) -> None:
         """After the last event: read the end of the body, which gives the connection back for another request."""
+        if self._response.over:
+            return
         with contextlib.suppress(FarfillError, TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.next_batch()

@@ -45,6 +45,7 @@ _SECRET_TEXT = re.compile(
 )
 
 
+_PLAIN = frozenset({int, float, bool, type(None)})
 _LEAST_CHARS = len("bearer x")
 
 
@@ -111,18 +112,21 @@ class _Lenient:
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Replace secrets in `event`, at any depth."""
     texts: list[str] = []
-    for key, value in event.items():
+    for value in event.values():
         kind = type(value)
         if kind is str:
             texts.append(value)
-        elif isinstance(value, str | dict | list | tuple) and value:
-            break
-        if _secret_name(key):
+        elif kind not in _PLAIN and value:
             break
     else:  # as nearly always: a flat event, looked through in one go
-        if not _suspect("\n".join(texts)):
+        if not _names_secret(tuple(event)) and not _suspect("\n".join(texts)):
             return event
     return {key: _redacted(key, value) for key, value in event.items()}
+
+
+@lru_cache(1024)
+def _names_secret(keys: tuple[str, ...]) -> bool:
+    return any(_secret_name(key) for key in keys)
 
 
 @lru_cache(1024)

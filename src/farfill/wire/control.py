@@ -123,13 +123,17 @@ class PrefillReport(msgspec.Struct, kw_only=True):
 class DecodeCommand(msgspec.Struct, kw_only=True):
     """POST /v1/decode on a decode worker. With `ticket`, KV of the prompt is expected from far away.
 
+    `text` takes the place of `token_ids` of a short prompt, for instances that say `takes_text`: they tokenize it as it
+    is, with `add_special_tokens` as the tokenizer would add them.
     `source`: where the prefill worker lets this one in, when decode workers dial.
     `allow_fallback`: prefill locally when that fails; otherwise the answer is 503. `hold_s`: keep what a failed sender
     brought for so long, for the gateway to name another one; 0: it names none.
     """
 
     request_id: str
-    token_ids: list[int]
+    token_ids: list[int] = []
+    text: str = ""
+    add_special_tokens: bool = False
     cache_salt: str = ""
     tenant: str = ""
     priority: int = 0
@@ -301,6 +305,7 @@ class InstanceMessage(msgspec.Struct, kw_only=True):
     kv_total_bytes: int = 0
     version: str = ""
     protocol: int = 1
+    takes_text: bool = False
 
 
 class LeaseReply(msgspec.Struct, kw_only=True):

@@ -42,6 +42,7 @@ from farfill.worker.http import log_as, message_response, read_message
 from farfill.worker.media import media_inputs
 from farfill.worker.pending import PendingTransfers
 from farfill.worker.sinks import TokenQueue
+from farfill.worker.text import prompt_ids
 
 log = structlog.get_logger()
 
@@ -125,6 +126,10 @@ class DecodeService:
     def _checked_work(self, command: DecodeCommand) -> GenerateWork:
         info = self.engine.info
         sampling = _sampling(command.sampling)
+        if command.text:
+            command.token_ids = prompt_ids(self.engine, command)
+            if not command.token_ids:
+                raise InvalidRequestError("the prompt has no tokens", param="prompt")
         total = len(command.token_ids) + sampling.max_tokens
         if not command.token_ids or sampling.max_tokens < 1 or total > info.max_context_tokens:
             raise InvalidRequestError(

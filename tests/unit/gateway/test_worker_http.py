@@ -85,3 +85,83 @@ async def test_answer_that_breaks_off_and_nobody_there():
             await pool.request(endpoint, HEAD, b"hi")
     with pytest.raises(UnreachedError):
         await pool.request(endpoint, HEAD, b"hi")
+
+
+async def test_interim_answers_are_passed_over():
+    async with running() as (server, pool, endpoint):
+        server.answer = b"HTTP/1.1 100 Continue\r\n\r\n" + WHOLE
+        for _ in range(2):
+            answer = await pool.request(endpoint, HEAD, b"hi")
+            assert (answer.status, await answer.read()) == (200, b"ok")
+        assert server.connections == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [WHOLE + WHOLE, WHOLE.replace(b"Content-Length", b"Connection: close\r\nContent-Length")]
+)
+async def test_connection_with_more_or_nothing_to_come_is_not_used_again(answer: bytes):
+    async with running() as (server, pool, endpoint):
+        server.answer = answer
+        for _ in range(2):
+            assert await (await pool.request(endpoint, HEAD, b"hi")).read() == b"ok"
+            await server.closed.acquire()
+        assert server.connections == 2
+
+
+async def test_head_without_end_is_bounded(monkeypatch: pytest.MonkeyPatch):
+    async with running() as (server, pool, endpoint):
+        server.answer = b"HTTP/1.1 200 OK\r\nX-Long: " + b"x" * worker_http.MAX_HEAD_BYTES
+        with pytest.raises(BrokenError, match="head"):
+            await pool.request(endpoint, HEAD, b"hi")
+
+
+async def test_answer_that_ends_with_its_connection_is_broken_but_what_came_is_told():
+    async with running() as (server, pool, endpoint):
+        server.answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n"
+        answer = await pool.request(endpoint, HEAD, b"hi")
+        assert await answer.readany() == b"ok"
+        waiting = asyncio.create_task(answer.readany())
+        await asyncio.sleep(0)
+        answer.close()
+        with pytest.raises(BrokenError):
+            await waiting
+        await server.closed.acquire()
+
+
+async def test_long_body_is_sent_in_pieces():
+    body, came = b"b" * (5 * worker_http.PIECE_BYTES + 1), asyncio.Queue[bytes]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await came.put((await reader.readexactly(len(HEAD) + len(body)))[len(HEAD) :])
+        writer.write(WHOLE)
+        writer.close()
+
+    listening, pool = await asyncio.start_server(serve, "127.0.0.1", 0), WorkerConnections(2.0)
+    async with listening, asyncio.timeout(DEADLINE_S):
+        endpoint = Endpoint("127.0.0.1", listening.sockets[0].getsockname()[1], None, None)
+        assert await (await pool.request(endpoint, HEAD, body)).read() == b"ok"
+        assert await came.get() == body
+        pool.close()
+
+
+async def test_long_answer_is_whole():
+    async with running() as (server, pool, endpoint):
+        size = 40 * worker_http.READ_BYTES
+        server.answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % size + b"a" * size
+        answer = await pool.request(endpoint, HEAD, b"hi")
+        assert len(await answer.read()) == size
+        answer = await pool.request(endpoint, HEAD, b"hi")
+        assert len(await answer.read(100)) == 100
+        answer.close()
+
+
+async def test_unread_answer_is_not_read_from_the_connection_either():
+    async with running() as (server, pool, endpoint):
+        server.answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (1 << 28) + b"a" * (1 << 26)
+        answer = await pool.request(endpoint, HEAD, b"hi")
+        first = await answer.readany()
+        for _ in range(100):
+            await asyncio.sleep(0)
+        second = await answer.readany()
+        assert len(first) <= len(second) < 16 * worker_http.READ_BYTES
+        answer.close()

@@ -47,16 +47,17 @@ class Conversations:
         self._model = model
         self._dialect = _dialect(model, config)
 
-    async def chat(self, body: ChatBody) -> Conversation:
-        """Tokenize and prepare a chat. Raises InvalidRequestError naming the field."""
+    async def chat(self, body: ChatBody, text_below: int = 0) -> Conversation:
+        """Tokenize and prepare a chat; `text_below` as in `Prompt.of_text`. Raises InvalidRequestError naming the
+        field."""
         sampling, demanded_tokens = chat_sampling(body, self._model.vocab_size)
         request = tool_request(body.tools, body.tool_choice, body.parallel_tool_calls)
         if request is not None:
             self._dialect.require_tools(request)
         output = await self._output(body)
-        prompt = await self._tokenize(body, request)
+        prompt = await self._tokenize(body, request, text_below)
         reasoning = self._dialect.reasoning
-        opened = reasoning is not None and reasoning.opened(self._model.decode(prompt.token_ids[-_PROMPT_END_TOKENS:]))
+        opened = reasoning is not None and reasoning.opened(self._model.decode(prompt.prompt.ids[-_PROMPT_END_TOKENS:]))
         grammar = ""
         if request is not None or output is not None:
             grammar = await self._in_thread(lambda: self._dialect.grammar(request, output, opened=opened))
@@ -76,7 +77,7 @@ class Conversations:
         request = tool_request(body.tools, None, None)
         if request is not None:
             self._dialect.require_tools(request)
-        return (await self._tokenize(body, request)).token_ids
+        return (await self._tokenize(body, request)).prompt.ids
 
     async def completion_sampling(self, body: CompletionBody) -> tuple[SamplingParams, int | None]:
         """Sampling of a text completion and its demanded length. Raises InvalidRequestError naming the field."""
@@ -87,14 +88,18 @@ class Conversations:
             sampling = replace(sampling, grammar=output.alone)
         return await self._with_words(sampling, body), demanded_tokens
 
-    async def _tokenize(self, body: ChatBody | TokenizeBody, request: ToolRequest | None) -> PromptTokens:
+    async def _tokenize(
+        self, body: ChatBody | TokenizeBody, request: ToolRequest | None, text_below: int = 0
+    ) -> PromptTokens:
         try:
-            return await self._rendered(body, request)
+            return await self._rendered(body, request, text_below)
         except FarfillError as error:
             self._renderer.refused(error)
             raise
 
-    async def _rendered(self, body: ChatBody | TokenizeBody, request: ToolRequest | None) -> PromptTokens:
+    async def _rendered(
+        self, body: ChatBody | TokenizeBody, request: ToolRequest | None, text_below: int
+    ) -> PromptTokens:
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if isinstance(body, ChatBody) and body.reasoning_effort is not None:
             self._require_switch("reasoning_effort")
@@ -111,8 +116,11 @@ class Conversations:
         special = bool(body.add_special_tokens)
         if images:
             return await self._renderer.render(await self._in_thread(render), images, add_special_tokens=special)
-        ids = await tokenize_chat(self._pool, self._model, messages, render, add_special_tokens=special)
-        return PromptTokens(ids)
+        return PromptTokens(
+            await tokenize_chat(
+                self._pool, self._model, messages, render, add_special_tokens=special, text_below=text_below
+            )
+        )
 
     async def _output(self, body: SamplingFields) -> OutputGrammar | None:
         asked = (body.response_format, body.structured_outputs, *(getattr(body, name) for name in GUIDED_FIELDS))

@@ -34,8 +34,9 @@ from farfill.gateway.pipeline.hash import hash_prompt
 from farfill.gateway.pipeline.job import Job
 from farfill.gateway.pipeline.media import PromptTokens
 from farfill.gateway.pipeline.place import FORCE_HEADER, forced_placement
+from farfill.gateway.pipeline.prompt import Prompt
 from farfill.gateway.pipeline.stream import collect, open_all, send_events, send_failure
-from farfill.gateway.pipeline.tokenize import detokenize, fit_context, tokenize_text
+from farfill.gateway.pipeline.tokenize import detokenize, ensure_counted, fit_context, text_prompt
 from farfill.gateway.principal import Principal
 from farfill.gateway.service import GatewayService
 from farfill.policy.offload import Forced
@@ -45,10 +46,10 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Prompts(msgspec.Struct, frozen=True, kw_only=True):
-    """Token ids of each prompt, its text where it is echoed, how to sample, and how to read the answer of a chat, which
-    alone may be `pictured`."""
+    """Each prompt, its text where it is echoed, how to sample, and how to read the answer of a chat, which alone may be
+    `pictured`."""
 
-    token_ids: list[list[int]]
+    prompts: list[Prompt]
     echo_texts: list[str]
     sampling: SamplingParams
     demanded_tokens: int | None
@@ -163,11 +164,11 @@ class GenerateHandler:
         tracker.tenant = caller.tenant
         with self._service.admission.slot():
             with tracker.stage("tokenize"):
-                prompts = await self._tokenize(body)
-            tracker.prompts([len(ids) for ids in prompts.token_ids])
+                prompts = await self._tokenize(body, self._text_below(body, forced))
+            tracker.prompts([prompt.length for prompt in prompts.prompts])
             jobs = await self._jobs(prompts, caller, priority, forced, _traceparent(request), tracker)
             renderer, include_usage = self._renderer(body, tracker, prompts)
-            kv_tokens = sum(len(job.prompt) + job.sampling.n * job.sampling.max_tokens for job in jobs)
+            kv_tokens = sum(job.prompt.length + job.sampling.n * job.sampling.max_tokens for job in jobs)
             with self._service.gate.meter.tokens(principal, caller.tenant, kv_tokens) as spent:
                 turn = self._turn(jobs, kv_tokens, tracker)
                 with tracker.stage("queue"):
@@ -179,7 +180,7 @@ class GenerateHandler:
                     try:
                         return await self._answer(exchange, renderer, generations, tracker, include_usage)
                     finally:
-                        turn.used_tokens = spent.used = sum(len(g.job.prompt) + g.timing.tokens for g in generations)
+                        turn.used_tokens = spent.used = sum(g.prompt_tokens + g.timing.tokens for g in generations)
                         for generation in generations:
                             generation.close()
                 finally:
@@ -203,7 +204,7 @@ class GenerateHandler:
     def _turn(self, jobs: Sequence[Job], kv_tokens: int, tracker: RequestTracker) -> Turn:
         """The request's turn to run; all its prompts count together."""
         service, first, threshold = self._service, jobs[0], self._service.threshold.tokens
-        far_tokens = sum(len(job.prompt) for job in jobs if len(job.prompt) > threshold)
+        far_tokens = sum(job.prompt.length for job in jobs if job.prompt.length > threshold)
         return service.admission.turn(
             tenant=first.tenant,
             kv_tokens=kv_tokens,
@@ -224,17 +225,22 @@ class GenerateHandler:
         """One job a prompt, its output cut to the context. Raises when one cannot fit."""
         context = self._service.placer.context_tokens(self._model.context_tokens)
         chunk_tokens = self._config.prefill.chunked_prefill_tokens
-        pictured = prompts.pictured or PromptTokens([])
+        pictured = prompts.pictured
         jobs: list[Job] = []
-        for i, ids in enumerate(prompts.token_ids):
-            sampling = fit_context(len(ids), prompts.sampling, prompts.demanded_tokens, prompts.default_tokens, context)
+        for i, prompt in enumerate(prompts.prompts):
+            limits = prompts.sampling, prompts.demanded_tokens, prompts.default_tokens, context
+            ensure_counted(prompt, *limits)
+            sampling = fit_context(prompt.length, *limits)
             with tracker.stage("hash"):
-                # The last prompt token is decode's: only the KV before it is kept for reuse.
-                keys = await hash_prompt(self._service.pool, ids[:-1], chunk_tokens, caller.salt, pictured.material)
+                keys: Sequence[bytes] = ()
+                if prompt.length > chunk_tokens:  # others have no whole block
+                    # The last prompt token is decode's: only the KV before it is kept for reuse.
+                    material = () if pictured is None else pictured.material
+                    keys = await hash_prompt(self._service.pool, prompt.ids[:-1], chunk_tokens, caller.salt, material)
             jobs.append(
                 Job(
                     request_id=tracker.request_id if i == 0 else f"{tracker.request_id}-{i}",
-                    prompt=ids,
+                    prompt=prompt,
                     keys=keys,
                     salt=caller.salt,
                     tenant=caller.tenant,
@@ -244,18 +250,29 @@ class GenerateHandler:
                     forced=forced,
                     traceparent=traceparent,
                     accepted_s=tracker.accepted_s,
-                    media=pictured.media,
-                    position_offset=pictured.position_offset,
+                    media=() if pictured is None else pictured.media,
+                    position_offset=0 if pictured is None else pictured.position_offset,
                 )
             )
         return jobs
 
-    async def _tokenize(self, body: ChatBody | CompletionBody) -> Prompts:
+    def _text_below(self, body: ChatBody | CompletionBody, forced: Forced | None) -> int:
+        """Prompts of certainly fewer tokens than this may go to decode as text, not tokenized here: they are placed
+        near, and have no whole block for the prefix index. 0 where ids or exact lengths are needed: by the client, by a
+        forced placement, and by a threshold that is searched on the prompts' lengths."""
+        config = self._config
+        if forced is not None or body.return_token_ids or config.routing.threshold == "auto":
+            return 0
+        if isinstance(body, CompletionBody) and body.echo:
+            return 0
+        return min(self._service.threshold.tokens, config.prefill.chunked_prefill_tokens)
+
+    async def _tokenize(self, body: ChatBody | CompletionBody, text_below: int) -> Prompts:
         pool, model = self._service.pool, self._model
         if isinstance(body, ChatBody):
-            chat = await self._conversations.chat(body)
+            chat = await self._conversations.chat(body, text_below)
             return Prompts(
-                token_ids=[chat.prompt.token_ids],
+                prompts=[chat.prompt.prompt],
                 pictured=chat.prompt,
                 echo_texts=[],
                 sampling=chat.sampling,
@@ -267,19 +284,21 @@ class GenerateHandler:
         given = parse_prompts(body.prompt)
         if len(given) > MAX_PROMPTS:
             raise InvalidRequestError(f"{len(given)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
-        token_ids: list[list[int]] = []
+        prompts: list[Prompt] = []
         texts: list[str] = []
         for prompt in given:
             if isinstance(prompt, str):
                 special = body.add_special_tokens is not False
-                token_ids.append(await tokenize_text(pool, model, prompt, add_special_tokens=special))
+                prompts.append(
+                    await text_prompt(pool, model, prompt, add_special_tokens=special, text_below=text_below)
+                )
             else:
                 check_token_ids("prompt", prompt, model.vocab_size)
-                token_ids.append(prompt)
+                prompts.append(Prompt(prompt))
             if body.echo:
                 texts.append(prompt if isinstance(prompt, str) else await detokenize(pool, model, "prompt", prompt))
         return Prompts(
-            token_ids=token_ids,
+            prompts=prompts,
             echo_texts=texts,
             sampling=sampling,
             demanded_tokens=demanded,
@@ -295,7 +314,7 @@ class GenerateHandler:
             created=int(tracker.accepted_unix_s),
             model=self._config.model.name,
             choices_per_prompt=prompts.sampling.n,
-            prompt_token_ids=tuple(prompts.token_ids),
+            prompt_token_ids=tuple(p.ids for p in prompts.prompts) if body.return_token_ids else (),
             return_token_ids=bool(body.return_token_ids),
             logprobs=prompts.sampling.logprobs is not None,
             include_usage=include_usage,

@@ -186,6 +186,7 @@ class RequestTracker:
     def _fill(self, record: RequestRecord, generation: Generation) -> None:
         timing = generation.timing
         record.start = generation.start
+        record.prompt_tokens = generation.prompt_tokens
         record.placement = "remote" if generation.remote else "local"
         record.fallback = str(generation.fallback)
         record.fallback_detail = generation.fallback_detail

@@ -183,8 +183,28 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     tokens: list[int]
 
 
+class _OnlyChatBody(ChatBody, kw_only=True, forbid_unknown_fields=True):
+    """Without any field that is harmless or asks for nothing."""
+
+
+class _OnlyCompletionBody(CompletionBody, kw_only=True, forbid_unknown_fields=True):
+    """The same."""
+
+
+_STRICT: dict[type, msgspec.json.Decoder[Any]] = {
+    ChatBody: msgspec.json.Decoder(_OnlyChatBody),
+    CompletionBody: msgspec.json.Decoder(_OnlyCompletionBody),
+}
+
+
 def parse(body: bytes, kind: type[Request]) -> Request:
     """`body` as `kind`. Raises InvalidRequestError naming the field at fault."""
+    strict = _STRICT.get(kind)
+    if strict is not None:
+        try:
+            return strict.decode(body)
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            pass  # other fields than ours, or a fault: below it gets its name
     check_fields(decode_object(body), kind.__struct_fields__)
     return _decode(body, kind)
 

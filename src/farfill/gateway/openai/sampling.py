@@ -15,6 +15,7 @@ MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
+_DEFAULTS = SamplingParams()
 
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> tuple[SamplingParams, int | None]:
@@ -85,7 +86,6 @@ def _demanded_tokens(body: SamplingFields) -> int | None:
 
 
 def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: int | None) -> SamplingParams:
-    defaults = SamplingParams()
     _check_ranges(body)
     min_tokens = body.min_tokens or 0
     _at_least("min_tokens", min_tokens, 0)
@@ -104,24 +104,20 @@ def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: 
             reason="unsupported",
         )
 
-    def given(name: str) -> float:
-        value = getattr(body, name)
-        return getattr(defaults, name) if value is None else value
-
     return SamplingParams(
-        max_tokens=defaults.max_tokens if limit is None else limit,
+        max_tokens=_DEFAULTS.max_tokens if limit is None else limit,
         min_tokens=min_tokens,
-        temperature=given("temperature"),
-        top_p=given("top_p"),
+        temperature=_DEFAULTS.temperature if body.temperature is None else body.temperature,
+        top_p=_DEFAULTS.top_p if body.top_p is None else body.top_p,
         top_k=max(0, body.top_k or 0),
-        min_p=given("min_p"),
+        min_p=_DEFAULTS.min_p if body.min_p is None else body.min_p,
         seed=body.seed,
         stop=_stop(body.stop),
         stop_token_ids=tuple(stop_token_ids),
         include_stop_str_in_output=bool(body.include_stop_str_in_output),
-        presence_penalty=given("presence_penalty"),
-        frequency_penalty=given("frequency_penalty"),
-        repetition_penalty=given("repetition_penalty"),
+        presence_penalty=_DEFAULTS.presence_penalty if body.presence_penalty is None else body.presence_penalty,
+        frequency_penalty=_DEFAULTS.frequency_penalty if body.frequency_penalty is None else body.frequency_penalty,
+        repetition_penalty=_DEFAULTS.repetition_penalty if body.repetition_penalty is None else body.repetition_penalty,
         logit_bias=_logit_bias(body.logit_bias or {}, vocab_size),
         logprobs=logprobs,
         n=1 if body.n is None else body.n,

@@ -112,17 +112,17 @@ def make_attempt(
         tenant=job.tenant,
         prefill=prefill.name,
         decode=decode.name,
-        num_tokens=len(job.prompt) - 1,
+        num_tokens=len(job.prompt.ids) - 1,
         issued_unix_s=now_s,
         expires_unix_s=now_s + ctx.config.tickets.lifetime_s,
         # What decode is thought to have need not travel: better ask than send.
-        continues=continues or uncached_tokens < len(job.prompt) - 1,
+        continues=continues or uncached_tokens < job.prompt.length - 1,
     )
     command = PrefillCommand(
         request_id=job.request_id,
         ticket=ctx.sign_ticket(ticket),
         target="" if ctx.decode_dials else decode.transfer_address,
-        token_ids=job.prompt,
+        token_ids=job.prompt.ids,
         cache_salt=job.salt,
         tenant=job.tenant,
         priority=job.priority,

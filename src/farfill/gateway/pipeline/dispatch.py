@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 import msgspec
 import structlog
@@ -41,6 +42,8 @@ from farfill.wire.control import (
 )
 
 log = structlog.get_logger("farfill.gateway")
+
+_sampling_values = attrgetter(*SamplingMessage.__struct_fields__)
 
 TellPlaced = Callable[[Placed | NotPlaced], None]
 
@@ -109,8 +112,8 @@ class Dispatcher:
             tenant=job.tenant,
             session=job.session,
             keys=job.keys,
-            prompt_tokens=len(job.prompt),
-            total_tokens=len(job.prompt) + job.sampling.max_tokens,
+            prompt_tokens=job.prompt.length,
+            total_tokens=job.prompt.length + job.sampling.max_tokens,
             forced=job.forced,
         )
         trail = DecisionTrail(job.request_id, self.clock.unix_s())
@@ -227,15 +230,15 @@ class Dispatcher:
         _end_grants(plan, leg, start.computed_tokens)
 
     def _decode_command(self, job: Job, plan: Plan, token: str) -> DecodeCommand:
-        prefill = plan.placement.prefill
-        fields = {name: getattr(job.sampling, name) for name in SamplingMessage.__struct_fields__}
-        fields["stop"] = list(job.sampling.stop)
-        fields["stop_token_ids"] = list(job.sampling.stop_token_ids)
-        fields["bad_words"] = list(job.sampling.bad_words)
-        fields["allowed_token_ids"] = list(job.sampling.allowed_token_ids)
+        prefill, prompt = plan.placement.prefill, job.prompt
+        as_text = bool(prompt.text) and not prompt.counted and not token and plan.placement.decode.takes_text
+        # Tuples are encoded as lists are.
+        fields = dict(zip(SamplingMessage.__struct_fields__, _sampling_values(job.sampling), strict=True))
         return DecodeCommand(
             request_id=job.request_id,
-            token_ids=job.prompt,
+            token_ids=[] if as_text else prompt.ids,
+            text=prompt.text if as_text else "",
+            add_special_tokens=as_text and prompt.add_special_tokens,
             cache_salt=job.salt,
             tenant=job.tenant,
             priority=job.priority,

@@ -68,6 +68,12 @@ class Generation:
         """Whether the prompt really was prefilled far away."""
         return self.start.prefilled_at == "remote"
 
+    @property
+    def prompt_tokens(self) -> int:
+        """The prompt's length: counted here, or by the worker that got it as text."""
+        prompt = self.job.prompt
+        return prompt.length if prompt.counted else self.start.prompt_tokens
+
     async def next_batch(self) -> list[TokensEvent]:
         """New output, at least one event; empty when all choices finished.
 
@@ -97,7 +103,7 @@ class Generation:
         cached = self.start.cached_tokens
         if self.remote and self.leg is not None and await self.leg.wait(CACHED_WAIT_S):
             cached = max(cached, self.leg.report.cached_tokens if self.leg.report is not None else 0)
-        return min(cached, len(self.job.prompt))
+        return min(cached, self.prompt_tokens)
 
     async def finish(self) -> None:
         """All output was taken: read to the end of the body, so that the connection can serve again."""

@@ -16,6 +16,8 @@ async def hash_prompt(
     material: Sequence[KeyMaterial] = (),
 ) -> list[bytes]:
     """Chained keys of the whole prefill chunks of `token_ids`; `material` tells of their images."""
+    if len(token_ids) < chunk_tokens:
+        return []
     return await pool.run(
         len(token_ids), INLINE_TOKENS, lambda: list(prefix_keys(token_ids, chunk_tokens, salt, material))
     )

@@ -8,6 +8,7 @@ import msgspec
 
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.pipeline.deaths import Deaths
+from farfill.gateway.pipeline.prompt import Prompt
 from farfill.policy.offload import Forced
 from farfill.wire.control import MediaMessage
 
@@ -16,7 +17,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt to generate from. `keys` are its prefix keys; times in the gateway's monotonic clock."""
 
     request_id: str
-    prompt: list[int]
+    prompt: Prompt
     keys: Sequence[bytes]
     salt: str
     tenant: str

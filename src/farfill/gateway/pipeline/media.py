@@ -15,6 +15,7 @@ from farfill.gateway.loads import OutstandingWork
 from farfill.gateway.media import MEDIA_REASONS, ImageRef, MediaLoader
 from farfill.gateway.observe import MediaObserver
 from farfill.gateway.pipeline.place import Membership
+from farfill.gateway.pipeline.prompt import Prompt
 from farfill.gateway.workers import WorkerAnswerError, WorkerClient, WorkerConnectionError
 from farfill.kv.hashing import KeyMaterial
 from farfill.wire.control import MediaMessage, RenderCommand, RenderReply
@@ -27,13 +28,15 @@ _TRIES = 2
 class PromptTokens(msgspec.Struct, frozen=True):
     """A prompt as workers get it. `media` and `position_offset` as in `wire.control.DecodeCommand`."""
 
-    token_ids: list[int]
+    prompt: Prompt
     media: tuple[MediaMessage, ...] = ()
     position_offset: int = 0
 
     @property
     def material(self) -> tuple[KeyMaterial, ...]:
         """What prefix keys need to know of the images."""
+        if not self.media:
+            return ()
         return material_of([MediaItem(m.start_token, m.end_token, m.data) for m in self.media])
 
 
@@ -54,7 +57,7 @@ class PromptRenderer:
         command = RenderCommand(text=text, images=files, add_special_tokens=add_special_tokens)
         reply = await self._ask(command)
         media = [MediaMessage(start, end, data) for (start, end), data in zip(reply.spans, files, strict=True)]
-        return PromptTokens(reply.token_ids, tuple(media), reply.position_offset)
+        return PromptTokens(Prompt(reply.token_ids), tuple(media), reply.position_offset)
 
     def refused(self, error: FarfillError) -> None:
         """Count a request that ended because of its images."""

@@ -150,7 +150,7 @@ class PrefillLeg:
     def _learn(self, prefill: Instance, report: PrefillReport) -> None:
         """What a complete far prefill tells about its site, its link and its cache."""
         ctx, job = self._ctx, self._job
-        ctx.links.far_ended(prefill, len(job.prompt), report)
+        ctx.links.far_ended(prefill, job.prompt.length, report)
         first = not self.continuations
         ctx.prefixes.computed(prefill.name, job.keys, report.cached_tokens if first else None)
         if first:

@@ -91,7 +91,7 @@ async def collect(renderer: Renderer, generations: Sequence[Generation]) -> byte
 async def usage_of(generations: Sequence[Generation]) -> Usage:
     """Prompt tokens count once a prompt, however many choices it has."""
     return make_usage(
-        prompt_tokens=sum(len(g.job.prompt) for g in generations),
+        prompt_tokens=sum(g.prompt_tokens for g in generations),
         completion_tokens=sum(g.timing.tokens for g in generations),
         cached_tokens=sum([await g.cached_tokens() for g in generations]),
     )

@@ -8,6 +8,7 @@ from functools import partial
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.openai.sampling import check_token_ids, with_max_tokens
+from farfill.gateway.pipeline.prompt import Prompt
 from farfill.gateway.template import ChatMessage
 from farfill.gateway.tokenizer import INLINE_CHARS, INLINE_TOKENS, LoadedTokenizer, TokenizerPool
 
@@ -19,8 +20,9 @@ async def tokenize_chat(
     render: partial[str],
     *,
     add_special_tokens: bool,
-) -> list[int]:
-    """Token ids of a conversation of text, which `render` renders."""
+    text_below: int = 0,
+) -> Prompt:
+    """A conversation of text, which `render` renders; `text_below` as in `Prompt.of_text`."""
     # How much tools and calls render to is not known: never on the event loop.
     size = sum(len(m["content"]) for m in messages)
     if render.keywords.get("tools") or any("tool_calls" in m for m in messages):
@@ -28,7 +30,7 @@ async def tokenize_chat(
     return await pool.run(
         size,
         INLINE_CHARS,
-        lambda: model.encode(render(), add_special_tokens=add_special_tokens),
+        lambda: Prompt.of_text(model, render(), add_special_tokens=add_special_tokens, text_below=text_below),
     )
 
 
@@ -39,6 +41,17 @@ async def tokenize_text(
     return await pool.run(len(text), INLINE_CHARS, lambda: model.encode(text, add_special_tokens=add_special_tokens))
 
 
+async def text_prompt(
+    pool: TokenizerPool, model: LoadedTokenizer, text: str, *, add_special_tokens: bool, text_below: int
+) -> Prompt:
+    """Plain text as a prompt; `text_below` as in `Prompt.of_text`."""
+    return await pool.run(
+        len(text),
+        INLINE_CHARS,
+        lambda: Prompt.of_text(model, text, add_special_tokens=add_special_tokens, text_below=text_below),
+    )
+
+
 async def detokenize(
     pool: TokenizerPool, model: LoadedTokenizer, param: str, token_ids: list[int], *, skip_special_tokens: bool = False
 ) -> str:
@@ -47,6 +60,16 @@ async def detokenize(
     return await pool.run(
         len(token_ids), INLINE_TOKENS, lambda: model.decode(token_ids, skip_special_tokens=skip_special_tokens)
     )
+
+
+def ensure_counted(
+    prompt: Prompt, sampling: SamplingParams, demanded_tokens: int | None, default_tokens: int | None, context: int
+) -> None:
+    """Tokenize a prompt of text after all where its bound does not do: the output gets what it leaves of the context,
+    or both may not fit."""
+    wanted = default_tokens if demanded_tokens is None else demanded_tokens
+    if wanted is None or prompt.length + max(wanted, sampling.min_tokens) > context:
+        _ = prompt.ids
 
 
 def fit_context(
