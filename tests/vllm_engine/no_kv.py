@@ -22,8 +22,9 @@ late_or_not = pytest.mark.parametrize("late", [False, True], ids=["not found", "
 def name_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests name whatever size their file has: so nobody finds out before the copy."""
 
-    def params(key: str, file: str, nbytes: int, *rest: int) -> ImportParams:
-        return ImportParams(key, file, os.stat(file).st_size if os.path.exists(file) else nbytes, *rest)
+    def params(key: str, file: str, nbytes: int, num_tokens: int, valid_tokens: int) -> ImportParams:
+        found = os.stat(file).st_size if os.path.exists(file) else nbytes
+        return ImportParams(key, file, found, num_tokens, valid_tokens)
 
     monkeypatch.setattr(jobs, "ImportParams", params)
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,35 @@ def test_chat_streams_through(cluster: Cluster) -> None:
     assert len([piece for piece in pieces if piece]) > 1
     assert whole.usage is not None
     assert whole.usage.prompt_tokens > 256
+
+
+async def test_gateway_counts_on_what_vllm_says_it_holds(cluster: Cluster) -> None:
+    """vLLM's KV events of both workers are in the gateway's prefix index, and what it expects of them comes true."""
+    async with cluster.tools() as (client, scraping):
+        prompt = (await load_corpus(client)).prompt_of(1_100, variant=7)
+        asked_for = Generation(prompt=prompt, max_tokens=4, salt="events")
+        async with asyncio.timeout(30):
+            while (before := await scraping.gateway()).total("farfill_prefix_exact_workers") < 2:
+                await asyncio.sleep(0.1)
+        first = await client.complete(replace(asked_for, forced="remote"))
+        # Four chunks of 256 tokens by prefill, and the same four by decode, which has them from there.
+        stored = before.total("farfill_prefix_events_total", kind="stored") + 8
+        async with asyncio.timeout(30):
+            while (now := await scraping.gateway()).total("farfill_prefix_events_total", kind="stored") < stored:
+                await asyncio.sleep(0.1)
+        far = await client.record((await client.complete(replace(asked_for, forced="remote"))).request_id)
+        second = await client.complete(asked_for)
+        record = await client.record(second.request_id)
+        other = await client.complete(replace(asked_for, salt="others"))
+        unknown = await client.record(other.request_id)
+    assert now.total("farfill_prefix_index_blocks") >= 8
+    assert far.prefill is not None
+    assert far.prefill.cached_tokens >= far.expected_far_hit_tokens == 1024
+    assert record.expected_hit_tokens == 1024
+    assert record.start is not None
+    assert record.start.cached_tokens >= 1024
+    assert first.token_ids == second.token_ids
+    assert (unknown.expected_hit_tokens, unknown.expected_far_hit_tokens) == (0, 0)
 
 
 @needs_router
