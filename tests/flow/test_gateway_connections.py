@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from farfill.gateway import handlers
 from support.gateway_harness import Harness, running_gateway
 
 PATH = "/v1/completions"
@@ -130,6 +131,33 @@ async def test_connection_that_is_to_close_closes(gateway: Harness) -> None:
         status, headers, _ = await answer(reader)
         assert (status, headers["connection"]) == (200, "close")
         assert await reader.read() == b""
+
+
+@pytest.mark.parametrize("framing", ["Content-Length: 90", "Transfer-Encoding: chunked"])
+async def test_body_that_does_not_come_ends_the_connection(
+    gateway: Harness, monkeypatch: pytest.MonkeyPatch, framing: str
+) -> None:
+    monkeypatch.setattr(handlers.body, "GRACE_S", 0.05)
+    monkeypatch.setattr(handlers.body, "SLOWEST_BYTES_PER_S", 1 << 40)
+    async with connected(gateway) as (reader, writer):
+        writer.write(request(b"1\r\n{\r\n", framing))
+        status, headers, data = await answer(reader)
+        assert (status, json.loads(data)["error"]["code"]) == (408, "body_too_slow")
+        assert await reader.read() == b""
+    assert gateway.observer.finished[-1].outcome == "client_error"
+    assert headers["x-request-id"]
+
+
+async def test_body_that_comes_late_is_served(gateway: Harness) -> None:
+    async with connected(gateway) as (reader, writer):
+        whole = request(body())
+        writer.write(whole[:-5])
+        await writer.drain()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        writer.write(whole[-5:])
+        status, _, _ = await answer(reader)
+        assert status == 200
 
 
 async def test_slow_reader_stops_the_worker_and_loses_nothing(gateway: Harness) -> None:

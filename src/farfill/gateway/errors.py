@@ -20,6 +20,7 @@ _INVALID_STATUS = {
     "model_not_found": 404,
     "not_found": 404,
     "method_not_allowed": 405,
+    "body_too_slow": 408,
     "body_too_large": 413,
 }
 

@@ -37,12 +37,15 @@ class LoadedTokenizer:
     takes_images: bool = False
     growth: int | None = None
     """How many bytes the tokenizer makes of one at most before it cuts them into tokens; None: it cannot be told."""
-    extra_tokens: int = 0
-    """Special tokens, and a blank in front, that it may add to a text."""
+    blanks: int = 0
+    """It may put in front of a text."""
 
-    def most_tokens(self, text: str) -> int | None:
-        """A bound for the tokens of `text`, however it is tokenized: no token is less than a byte."""
-        return None if self.growth is None else len(text.encode("utf-8", "replace")) * self.growth + self.extra_tokens
+    def most_tokens(self, text: str, *, add_special_tokens: bool) -> int | None:
+        """A bound for the tokens of `text`: none is less than a byte. None: there is no bound."""
+        if self.growth is None:
+            return None
+        added = self.tokenizer.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+        return len(text.encode("utf-8", "replace")) * self.growth + self.blanks + added
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Blocks; a long text releases the GIL while it works."""
@@ -121,15 +124,20 @@ def load_tokenizer(folder: Path) -> LoadedTokenizer:
         context,
         vocab,
         "vision_config" in config,
-        _growth(tokenizer),
-        tokenizer.num_special_tokens_to_add(is_pair=False) + 1,
+        *_growth(tokenizer),
     )
 
 
-def _growth(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """By the normalizer; the greatest growth in UTF-8 of Unicode's forms: https://unicode.org/faq/normalization.html"""
-    normalizer = json.loads(tokenizer.to_str()).get("normalizer")
-    return 1 if normalizer is None else {"NFC": 3, "NFKC": 11}.get(normalizer.get("type"))
+def _growth(tokenizer: tokenizers.Tokenizer) -> tuple[int | None, int]:
+    """`growth` by the normalizer, `blanks` by the pre-tokenizer.
+
+    The greatest growth in UTF-8 of Unicode's forms: https://unicode.org/faq/normalization.html
+    """
+    written = json.loads(tokenizer.to_str())
+    normalizer, cuts = written.get("normalizer"), json.dumps(written.get("pre_tokenizer"))
+    growth = 1 if normalizer is None else {"NFC": 3, "NFKC": 11}.get(normalizer.get("type"))
+    blank = '"add_prefix_space": true' in cuts or '"prepend_scheme": "' in cuts
+    return growth, int(blank)
 
 
 def _chat_template(folder: Path, settings: dict[str, Any]) -> ChatTemplate | None:

@@ -24,13 +24,13 @@ def model(tmp_path: Path) -> LoadedTokenizer:
 def test_text_is_tokenized_when_asked_for_and_once(model: LoadedTokenizer):
     prompt = Prompt.of_text(model, TEXT, add_special_tokens=True, text_below=100)
     assert (prompt.text, prompt.counted) == (TEXT, False)
-    assert prompt.length == len(TEXT.encode()) + 2  # a token for the beginning, and a blank that some add
+    assert prompt.length == len(TEXT.encode()) + 1  # a token for the beginning
     assert prompt.ids == [BOS_ID, *model.encode(TEXT, add_special_tokens=False)]
     assert prompt.ids is prompt.ids
     assert (prompt.counted, prompt.length) == (True, len(prompt.ids))
 
 
-@pytest.mark.parametrize(("text", "below"), [(TEXT, 0), (TEXT, len(TEXT.encode()) + 2), ("", 100)])
+@pytest.mark.parametrize(("text", "below"), [(TEXT, 0), (TEXT, len(TEXT.encode())), ("", 100)])
 def test_what_may_be_too_long_is_tokenized_at_once(model: LoadedTokenizer, text: str, below: int):
     prompt = Prompt.of_text(model, text, add_special_tokens=False, text_below=below)
     assert (prompt.counted, prompt.text, prompt.length) == (True, "", len(text.encode()))
@@ -42,7 +42,7 @@ def test_without_a_bound_nothing_stays_text(model: LoadedTokenizer):
 
 
 def test_lone_surrogates_have_a_bound(model: LoadedTokenizer):
-    assert model.most_tokens("\ud800") is not None
+    assert model.most_tokens("\ud800", add_special_tokens=True) is not None
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_bound_allows_for_the_normalizer(tmp_path: Path, normalizer: normalizers
     model = load_tokenizer(folder)
     assert model.growth == growth
     for text in ("\ufdfa" * 5, "\u0958\u0390", "plain"):  # those that grow most
-        bound = model.most_tokens(text)
+        bound = model.most_tokens(text, add_special_tokens=True)
         assert bound is None or bound >= len(model.encode(text, add_special_tokens=True))
 
 
@@ -67,4 +67,4 @@ def test_blank_that_a_pre_tokenizer_adds_is_allowed_for(tmp_path: Path):
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # pyright: ignore[reportAttributeAccessIssue]
     tokenizer.save(str(folder / "tokenizer.json"))
     model = load_tokenizer(folder)
-    assert model.most_tokens("x") == len(model.encode("x", add_special_tokens=True))
+    assert model.most_tokens("x", add_special_tokens=True) == len(model.encode("x", add_special_tokens=True))

@@ -20,6 +20,11 @@ class AssistantParser:
         """Whether messages have a place for reasoning."""
         return self._reasoning is not None
 
+    @property
+    def plain(self) -> bool:
+        """Whether all text is content, as it comes."""
+        return self._reasoning is None and self._calls is None
+
     def push(self, text: str, finish_reason: str | None) -> Parsed:
         """Take new text; with a finish reason, also what was held back until now."""
         reasoning, other = ("", text) if self._reasoning is None else self._reasoning.push(text)

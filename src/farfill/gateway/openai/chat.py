@@ -11,11 +11,13 @@ from farfill.gateway.openai.assistant import AssistantParser, NewParser
 from farfill.gateway.openai.call_parser import CallDelta
 from farfill.gateway.openai.render import (
     ChoiceResult,
+    PlainEvents,
     Rendering,
     TokenLogprobs,
     Usage,
     encode,
     nothing_new,
+    only_text,
     sse,
     token_text,
 )
@@ -127,6 +129,7 @@ class ChatRenderer:
         self._r = rendering
         self._new_parser = new_parser
         self._parsers: dict[int, AssistantParser] = {}
+        self._events: dict[int, PlainEvents] = {}
         self._id = f"chatcmpl-{rendering.request_id}"
 
     def begin(self, index: int) -> bytes:
@@ -135,7 +138,11 @@ class ChatRenderer:
         return self._chunk([choice], self._r.chunk_usage, ids)
 
     def chunk(self, index: int, event: TokensEvent) -> bytes:
-        parser = self._parsers.setdefault(index, self._new_parser())
+        parser = self._parsers.get(index)
+        if parser is None:
+            parser = self._parsers[index] = self._new_parser()
+        if parser.plain and only_text(event) and not self._r.return_token_ids:
+            return self._plain(index).of(event.text) if event.text else b""
         parsed = parser.push(event.text, event.finish_reason)
         shows = bool(parsed.content or parsed.reasoning or parsed.calls)
         if not shows and nothing_new(event, "", self._r.return_token_ids):
@@ -156,6 +163,16 @@ class ChatRenderer:
 
     def usage(self, usage: Usage) -> bytes:
         return self._chunk([], usage)
+
+    def _plain(self, index: int) -> PlainEvents:
+        events = self._events.get(index)
+        if events is None:
+
+            def event(text: str) -> ChatChunk:
+                return self._chunk_of([ChatChunkChoice(index=index, delta=Delta(content=text))], self._r.chunk_usage)
+
+            events = self._events[index] = PlainEvents(event)
+        return events
 
     def whole(self, choices: list[ChoiceResult], usage: Usage) -> bytes:
         return encode(
@@ -192,15 +209,21 @@ class ChatRenderer:
         usage: Usage | UnsetType | None,
         prompt_token_ids: list[int] | UnsetType = UNSET,
     ) -> bytes:
-        return sse(
-            ChatChunk(
-                id=self._id,
-                created=self._r.created,
-                model=self._r.model,
-                choices=choices,
-                usage=usage,
-                prompt_token_ids=prompt_token_ids,
-            )
+        return sse(self._chunk_of(choices, usage, prompt_token_ids))
+
+    def _chunk_of(
+        self,
+        choices: list[ChatChunkChoice],
+        usage: Usage | UnsetType | None,
+        prompt_token_ids: list[int] | UnsetType = UNSET,
+    ) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            created=self._r.created,
+            model=self._r.model,
+            choices=choices,
+            usage=usage,
+            prompt_token_ids=prompt_token_ids,
         )
 
 

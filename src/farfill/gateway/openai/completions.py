@@ -10,11 +10,13 @@ from msgspec import UNSET, UnsetType
 
 from farfill.gateway.openai.render import (
     ChoiceResult,
+    PlainEvents,
     Rendering,
     TokenLogprobs,
     Usage,
     encode,
     nothing_new,
+    only_text,
     sse,
     token_text,
 )
@@ -61,6 +63,7 @@ class CompletionRenderer:
     def __init__(self, rendering: Rendering) -> None:
         self._r = rendering
         self._id = f"cmpl-{rendering.request_id}"
+        self._events: dict[int, PlainEvents] = {}
         self._offsets: dict[int, _TextOffset] = {}
 
     def begin(self, index: int) -> bytes:
@@ -72,6 +75,8 @@ class CompletionRenderer:
         return sse(self._message([choice], self._r.chunk_usage))
 
     def chunk(self, index: int, event: TokensEvent) -> bytes:
+        if only_text(event) and not self._r.return_token_ids:
+            return self._plain(index).of(event.text) if event.text else b""
         if nothing_new(event, event.text, self._r.return_token_ids):
             return b""
         choice = CompletionChoice(
@@ -86,6 +91,16 @@ class CompletionRenderer:
 
     def usage(self, usage: Usage) -> bytes:
         return sse(self._message([], usage))
+
+    def _plain(self, index: int) -> PlainEvents:
+        events = self._events.get(index)
+        if events is None:
+
+            def event(text: str) -> Completion:
+                return self._message([CompletionChoice(index=index, text=text)], self._r.chunk_usage)
+
+            events = self._events[index] = PlainEvents(event)
+        return events
 
     def whole(self, choices: list[ChoiceResult], usage: Usage) -> bytes:
         return encode(self._message([self._choice(c) for c in choices], usage))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from farfill.wire.control import LogprobMessage, TokensEvent
 
 DONE = b"data: [DONE]\n\n"
+_MARK = "text"
 
 encode = msgspec.json.Encoder().encode
 
@@ -109,6 +111,18 @@ def make_usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -
     )
 
 
+class PlainEvents:
+    """Events of which all but one text is always the same: what `sse(event_of(text))` gives, without the work."""
+
+    def __init__(self, event_of: Callable[[str], msgspec.Struct]) -> None:
+        # The last one: names before it may be anything.
+        self._before, _, self._after = sse(event_of(_MARK)).rpartition(encode(_MARK))
+
+    def of(self, text: str) -> bytes:
+        """One server-sent event."""
+        return self._before + encode(text) + self._after
+
+
 def sse(message: msgspec.Struct) -> bytes:
     """One server-sent event."""
     return b"data: " + encode(message) + b"\n\n"
@@ -120,6 +134,11 @@ def token_text(token: LogprobMessage, prefix: str = "") -> str:
         return token.text_bytes.decode()
     except UnicodeDecodeError:
         return prefix + "".join(f"\\x{byte:02x}" for byte in token.text_bytes)
+
+
+def only_text(event: TokensEvent) -> bool:
+    """Whether `event` brings nothing but text, and perhaps token ids."""
+    return event.finish_reason is None and event.stop_reason is None and event.logprobs is None
 
 
 def nothing_new(event: TokensEvent, text: str, return_token_ids: bool) -> bool:

@@ -35,7 +35,7 @@ class Prompt:
     @classmethod
     def of_text(cls, model: LoadedTokenizer, text: str, *, add_special_tokens: bool, text_below: int) -> Prompt:
         """Left as text when it certainly has fewer tokens than `text_below`, else tokenized here and now."""
-        bound = model.most_tokens(text)
+        bound = model.most_tokens(text, add_special_tokens=add_special_tokens)
         if not text or bound is None or bound >= text_below:
             return cls(model.encode(text, add_special_tokens=add_special_tokens))
         return cls(

@@ -55,8 +55,12 @@ async def send_events(
         opening = b"".join(renderer.begin(i * n + choice) for choice in range(n))
         first = True
         while batch := await generation.next_batch():
-            data = opening + b"".join([renderer.chunk(i * n + event.index, event) for event in batch])
-            opening = b""
+            if len(batch) == 1:
+                data = renderer.chunk(i * n + batch[0].index, batch[0])
+            else:
+                data = b"".join([renderer.chunk(i * n + event.index, event) for event in batch])
+            if first:
+                data = opening + data
             if data:
                 await answer.write(data)
             if first:
