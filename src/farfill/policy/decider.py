@@ -85,7 +85,7 @@ class OffloadDecision(msgspec.Struct, frozen=True):
 def decide_offload(query: OffloadQuery) -> OffloadDecision:
     """Deterministic. A prompt of one token has nothing to send, whoever demands it."""
     usable = [s for s in query.sites if s.allowed and s.utilisation <= query.utilisation_limit]
-    far_hit = max((s.hit_tokens for s in usable), default=0)
+    far_hit = max([s.hit_tokens for s in usable], default=0)
     hit = query.near_hit_tokens
     if query.bandwidth is Bandwidth.ABUNDANT:
         hit = max(hit, far_hit)
@@ -95,8 +95,10 @@ def decide_offload(query: OffloadQuery) -> OffloadDecision:
         usable = [s for s in usable if s.hit_tokens == far_hit]
     elif reason not in REMOTE_REASONS:
         return OffloadDecision(reason, compared, query.threshold_tokens)
-    estimates = tuple(estimate_site(query, site) for site in usable)
-    chosen = min(range(len(usable)), key=lambda i: _order(estimates[i], usable[i]))
+    estimates = tuple([estimate_site(query, site) for site in usable])
+    chosen = 0
+    if len(usable) > 1:
+        chosen = min(range(len(usable)), key=lambda i: _order(estimates[i], usable[i]))
     copied = 0
     if query.bandwidth is Bandwidth.ABUNDANT:
         copied = max(0, query.near_hit_tokens - usable[chosen].hit_tokens)

@@ -45,6 +45,7 @@ _MONITOR_S = 0.5
 _UNLIMITED_S = 1e6
 _UNLIMITED = 1e12
 _PACES = 0.2, 5.0
+_WHOLE = 0.9
 
 
 def scenario_of_recording(path: Path) -> Scenario:
@@ -101,14 +102,16 @@ def scenario_of_recording(path: Path) -> Scenario:
 
 def _policies(recorded: Sequence[RecordedRequest]) -> PoliciesSection:
     """As a cluster file sets them that says nothing of them; but where no breaker was open when it was recorded, none
-    opens for slowness now: the simulated latency is what is in question."""
+    opens for slowness now: the simulated latency is what is in question. Nor is a link full that never was: of what it
+    carries only the least is known."""
     opened = any(r.reason == str(PlacementReason.BREAKER_OPEN) for r in recorded)
+    filled = any(r.reason == str(PlacementReason.LINK_BUSY) for r in recorded)
     routing, gateway, admission = RoutingConfig(), GatewayConfig(site="near"), AdmissionConfig()
     breaker, budget = routing.circuit_breaker, routing.fallback_budget
     return PoliciesSection(
         adapt_threshold=recorded[-1].adaptive,
         research_period_s=routing.threshold_period_s,
-        utilisation_limit=routing.link_utilisation_limit,
+        utilisation_limit=routing.link_utilisation_limit if filled else 1.0,
         breaker=BreakerSection(
             error_rate_limit=breaker.error_rate_limit,
             latency_p99_limit_ms=breaker.latency_p99_limit_ms if opened else _UNLIMITED,
@@ -251,25 +254,47 @@ def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
 
 
 def _kv_size(served: Sequence[RecordedRequest]) -> MeasuredKVSize:
-    """Bytes on the wire by tokens that were sent: a straight line."""
-    sent = [(r.input_length - 1, t) for r in served if (t := r.transfer) is not None and t.wire_bytes]
+    """Bytes on the wire by tokens that were sent: a straight line. Where decode had a part of the KV less was sent;
+    such transfers say nothing of the size, and are those that lie well below the line of the others."""
+    sent = [(r.input_length - 1, t.wire_bytes) for r in served if (t := r.transfer) is not None and t.wire_bytes]
     if not sent:
         return MeasuredKVSize(((1.0, 1.0), (2.0, 2.0)))
-    most = max(t.wire_bytes / n for n, t in sent)
-    # Where decode had a part of it less was sent; such transfers say nothing of the size.
-    whole = [(n, t.wire_bytes) for n, t in sent if t.wire_bytes > most * n / 2]
-    tokens = np.array([n for n, _ in whole], dtype=np.float64)
-    features = np.stack([np.ones(len(whole)), tokens], axis=1)
-    fixed, each = _nonnegative(features, np.array([b for _, b in whole], dtype=np.float64))
+    while True:
+        tokens = np.array([n for n, _ in sent], dtype=np.float64)
+        features = np.stack([np.ones(len(sent)), tokens], axis=1)
+        fixed, each = _nonnegative(features, np.array([size for _, size in sent], dtype=np.float64))
+        whole = [(n, size) for n, size in sent if size >= _WHOLE * (fixed + each * n)]
+        if len(whole) in (0, len(sent)):
+            break
+        sent = whole
     return MeasuredKVSize(((1.0, float(fixed + each)), (100_001.0, float(fixed + 100_001 * each))))
 
 
 def _link(served: Sequence[RecordedRequest], site: str) -> Link:
-    """As the senders measured it: their upper quartile, since a sender that waits for prefill sees less than there is.
-    One that was never measured is taken for 1 Gbit/s."""
-    sent = [r.transfer for r in served if r.transfer is not None and r.prefill is not None and r.prefill.site == site]
-    rates = [t.link_bytes_per_s for t in sent if t.link_bytes_per_s > 0] or [_UNKNOWN_LINK_BYTES_PER_S]
-    return Link(bytes_per_s=float(np.quantile(rates, 0.75)), rtt_s=_median((t.link_rtt_s for t in sent), 0.0))
+    """The upper quartile of what senders measured, or the most it was seen to carry where that is more: a sender that
+    waits for prefill sees less than there is. One that was never measured is taken for 1 Gbit/s."""
+    sent = [
+        (r, r.transfer) for r in served if r.transfer is not None and r.prefill is not None and r.prefill.site == site
+    ]
+    rates = [t.link_bytes_per_s for _, t in sent if t.link_bytes_per_s > 0] or [_UNKNOWN_LINK_BYTES_PER_S]
+    measured = float(np.quantile(rates, 0.75))
+    return Link(bytes_per_s=max(measured, _carried(sent)), rtt_s=_median((t.link_rtt_s for _, t in sent), 0.0))
+
+
+def _carried(sent: Sequence[tuple[RecordedRequest, RecordedTransfer]]) -> float:
+    """The most bytes/s, of all transfers together, while one of them was under way; each spread over its time."""
+    spans: list[tuple[float, float, int]] = []
+    for r, transfer in sent:
+        assert r.ttft_s is not None
+        end = r.timestamp / 1000 + r.ttft_s
+        spans.append((end - max(1e-9, transfer.seconds), end, transfer.wire_bytes))
+    return max(
+        (
+            sum(size * _overlap((begin, end), (b, e)) / (e - b) for b, e, size in spans) / (end - begin)
+            for begin, end, _ in spans
+        ),
+        default=0.0,
+    )
 
 
 def _pieces(served: Sequence[RecordedRequest], chunk_tokens: int) -> int:

@@ -114,7 +114,7 @@ class Gateway:
         near_hit = 0
         if hits.blocks:
             computing = near.prefill or [decode]
-            near_hit = max(hits.at(s.instance.name) for s in computing)
+            near_hit = max([hits.at(s.instance.name) for s in computing])
         near_hit_tokens = min(near_hit * self._block_tokens, request.prompt - 1)
         policies = self._policies
         request.compared = uncached_tokens(request.prompt, near_hit_tokens)
@@ -278,11 +278,11 @@ class Gateway:
             self._allowed[server] = may
             if may:
                 allowed.append(server)
-        waiting = min(s.outstanding_tokens for s in allowed or ready)
+        waiting = min([s.outstanding_tokens for s in allowed or ready])
         per_token = site.estimator.estimate_s(1)
         return SiteInputs(
             site=site.name,
-            hit_tokens=min(hits.at_site(site.name) * self._block_tokens, request.prompt - 1),
+            hit_tokens=min(hits.at_site(site.name) * self._block_tokens, request.prompt - 1) if hits.sites else 0,
             queue_s=waiting * per_token if per_token is not None else float(waiting > 0),
             prefill_s_per_token=per_token,
             link_bytes_per_s=max(1.0, site.link.rate),

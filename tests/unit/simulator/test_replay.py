@@ -102,6 +102,30 @@ def test_the_parts_come_out_of_the_recording(tmp_path: Path) -> None:
     assert scenario.file.caches.decode_tokens == pytest.approx(64 * 2**20 / KV_BYTES, rel=0.01)
 
 
+def test_what_decode_had_already_makes_kv_no_smaller(tmp_path: Path) -> None:
+    path = tmp_path / "recording.jsonl"
+    lines = [recorded(number) for number in range(24)]
+    for line in lines[15:21:2]:
+        assert line.transfer is not None
+        line.transfer.wire_bytes //= 2
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    kv = scenario_of_recording(path).problem.kv
+    assert kv.bytes_at(1000) == pytest.approx(1000 * KV_BYTES, rel=0.01)
+    assert kv.bytes_at(1) < 20 * KV_BYTES
+
+
+def test_a_link_carries_at_least_what_it_carried(tmp_path: Path) -> None:
+    """Senders that wait for prefill see less than there is."""
+    path = tmp_path / "recording.jsonl"
+    lines = [recorded(number) for number in range(24)]
+    for line in lines[1::2]:
+        assert line.transfer is not None
+        line.transfer.link_bytes_per_s = LINK / 10
+    path.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    fastest = max(line.transfer.wire_bytes / line.transfer.seconds for line in lines if line.transfer is not None)
+    assert scenario_of_recording(path).problem.far[0][1].bytes_per_s == pytest.approx(fastest, rel=0.01)
+
+
 def test_a_machine_that_is_slower_at_times_is_so_in_the_replay(tmp_path: Path) -> None:
     path = tmp_path / "recording.jsonl"
     lines = [recorded(number) for number in range(24)]
