@@ -14,6 +14,7 @@ import pytest
 from farfill.clock import WallClock
 from farfill.core.sampling import SamplingParams
 from farfill.gateway.pipeline.job import Job
+from farfill.gateway.pipeline.prompt import Prompt
 from farfill.registry.audit import audit_log
 from farfill.registry.embedded import EmbeddedStore
 from farfill.registry.records import RolloutRecord
@@ -239,7 +240,7 @@ def _job_like(gateway: Harness) -> Job:
     command = gateway.decode.decodes[0]
     return Job(
         request_id="again",
-        prompt=command.token_ids,
+        prompt=Prompt(command.token_ids),
         keys=(),
         salt=command.cache_salt,
         tenant="default",

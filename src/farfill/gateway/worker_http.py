@@ -1,7 +1,7 @@
 """Connections to workers: HTTP/1.1 with httptools' parser, without what a client does for the web at large.
 
 No cookies, no redirects, no proxies, no URL handling: a request is one write, an answer a status and a stream of bytes.
-The other side is one of ours, known by its certificate; what it may cost us is bounded all the same. ADR 0022 says why.
+The other side is one of ours, known by its certificate; what it may cost us is bounded all the same. ADR 0025 says why.
 """
 
 from __future__ import annotations
