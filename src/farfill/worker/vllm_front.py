@@ -21,7 +21,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from farfill.core.errors import FarfillError
+from farfill.core.errors import FarfillError, InvalidRequestError
 from farfill.engine.protocol import PrefillWork
 from farfill.engine.vllm.api import Endpoint
 from farfill.engine.vllm.messages import PARAMS_KEY, prompt_digest
@@ -128,7 +128,10 @@ class VllmFront:
             cache_salt=salt,
             priority=priority,
         )
-        held.hold(transfer_id, work)
+        try:
+            held.hold(transfer_id, work)
+        except InvalidRequestError:  # vLLM says what is wrong, or computes what only Farfill cannot take
+            return await self._pass_on(request, raw)
         where = HeldPrompt(
             transfer_id=transfer_id,
             **asdict(self.where),
