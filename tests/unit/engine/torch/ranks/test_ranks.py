@@ -57,7 +57,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 MAIN = ("llama", "qwen3_moe", "deepseek_v3")
 # The first ones over both numbers of ranks, the others over one.
 SIZES = {name: (2, 4) if index < 6 else ((2, 4)[index % 2],) for index, name in enumerate(MODELS)}
-CASES = [(name, size) for name, sizes in SIZES.items() for size in sizes]
+# By size, so that ranks are started once for all models of one.
+CASES = [(name, size) for size in (2, 4) for name, sizes in SIZES.items() if size in sizes]
 
 
 @dataclass(frozen=True)
@@ -153,44 +154,65 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Models]:
         yield Models(tmp_path_factory.mktemp("models"))
 
 
-class Exports(dict[tuple[str, int], Answers]):
-    """What every model says over a number of ranks, and the KV it exports there; made when it is first asked for, for
-    all models of that number, since starting ranks takes longest."""
+class OpenRanks:
+    """The ranks that run now: a process has one set of them, and starting them takes longest."""
 
-    def __init__(self, models: Models) -> None:
+    def __init__(self) -> None:
+        self._open: Ranks | None = None
+
+    def of(self, size: int) -> Ranks:
+        """`size` ranks, in place of any others."""
+        if self._open is None or self._open.size != size:
+            self.close()
+            self._open = Ranks(size, TIMEOUT_S, threads=1)
+        return self._open
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+            self._open = None
+
+
+class Exports(dict[tuple[str, int], Answers]):
+    """What every model says over a number of ranks, and the KV it exports there; made when it is first asked for."""
+
+    def __init__(self, models: Models, open_ranks: OpenRanks) -> None:
         super().__init__()
         self._models = models
+        self._open_ranks = open_ranks
 
     def __missing__(self, key: tuple[str, int]) -> Answers:
-        if key[1] == 1:
-            self[key] = self._models.on_one(key[0])
+        name, size = key
+        if size == 1:
+            self[key] = self._models.on_one(name)
         else:
-            self.make(key[1])
+            self[key] = answers(self._models.over(name, self._open_ranks.of(size)), steps_of(name))
         return self[key]
-
-    def make(self, size: int) -> None:
-        """Run over `size` ranks; there must be no others in this process."""
-        if any(made == size for _, made in self):
-            return
-        ranks = Ranks(size, TIMEOUT_S, threads=1)
-        for name, sizes in SIZES.items():
-            if size in sizes:
-                self[name, size] = answers(self._models.over(name, ranks), steps_of(name))
-        ranks.close()
 
 
 @pytest.fixture(scope="module")
-def exports(models: Models) -> Exports:
-    return Exports(models)
+def open_ranks() -> Iterator[OpenRanks]:
+    found = OpenRanks()
+    yield found
+    found.close()
+
+
+@pytest.fixture(scope="module")
+def exports(models: Models, open_ranks: OpenRanks) -> Exports:
+    return Exports(models, open_ranks)
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def ranks(request: pytest.FixtureRequest, exports: Exports) -> Iterator[Ranks]:
+def size_here(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture
+def ranks(size_here: int, exports: Exports, open_ranks: OpenRanks) -> Ranks:
     for size in (2, 4):
-        exports.make(size)
-    found = Ranks(request.param, TIMEOUT_S, threads=1)
-    yield found
-    found.close()
+        for name in MAIN:
+            assert exports[name, size].tokens
+    return open_ranks.of(size_here)
 
 
 def test_what_is_known_is_tested() -> None:
