@@ -26,9 +26,12 @@ BACKOFF_MAX_S = 2.0
 BACKOFF_MAX_WANTED_S = 0.2
 # Without a transfer to serve, an unreachable peer is left alone after so many attempts per connection.
 IDLE_DIALS = 3
-# A SYN that got lost is repeated by the kernel after a second only: a new attempt is sooner.
-CONNECT_MIN_S = 0.4
+# A SYN that got lost is repeated by the kernel after a second only: a new attempt is sooner. Should a queue have made
+# round trips longer than ever before, all of them would be too short: after so many in a row they are given more time.
+CONNECT_MIN_S = 0.25
 CONNECT_ROUND_TRIPS = 8
+QUICK_CONNECTS = 8
+SLOW_CONNECT_FACTOR = 4
 
 
 class Dialling(Protocol):
@@ -110,17 +113,18 @@ class Slot:
                 if failures >= IDLE_DIALS and not self._pool.wanted:
                     self.waker.sleep(BACKOFF_MAX_S)
                     continue
-                if self._serve():
-                    failures = 0
+                began_s = time.monotonic()
+                if self._serve(failures):
+                    failures, began_s = 0, time.monotonic()
                 failures += 1
-                self._back_off(failures)
+                self._back_off(failures, began_s)
         finally:
             self.waker.close()
 
-    def _serve(self) -> bool:
+    def _serve(self, failures: int) -> bool:
         """One connection from dialling to its end; whether it was welcomed."""
         try:
-            channel = self._dial()
+            channel = self._dial(failures)
         except TransportInterruptedError:
             return False
         except TransportError as error:
@@ -137,13 +141,14 @@ class Slot:
         self._session = None
         return session.welcomed
 
-    def _dial(self) -> Channel:
+    def _dial(self, failures: int) -> Channel:
         pool = self._pool
         rtt_s = pool.rtt_s
+        patience = random.uniform(0.5, 1.0) * (1 if failures < QUICK_CONNECTS else SLOW_CONNECT_FACTOR)  # noqa: S311
         channel = pool.transport.dial(
             pool.address,
             timeout_s=pool.liveness.handshake_s,
-            connect_s=None if rtt_s is None else max(CONNECT_MIN_S, CONNECT_ROUND_TRIPS * rtt_s),
+            connect_s=None if rtt_s is None else max(CONNECT_MIN_S, CONNECT_ROUND_TRIPS * rtt_s) * patience,
             interrupt=self.waker,
         )
         if channel.peer.name != pool.peer_name:
@@ -151,11 +156,14 @@ class Slot:
             raise IdentityError(f"{pool.address} is {channel.peer.name!r}, not {pool.peer_name!r}")
         return channel
 
-    def _back_off(self, failures: int) -> None:
-        """Wait longer each time, by chance a little more or less; a new transfer cuts it short."""
+    def _back_off(self, failures: int, began_s: float) -> None:
+        """Wait longer each time, by chance a little more or less; a new transfer cuts it short.
+
+        An attempt that took that long already, as one does whose SYN was lost, is followed by the next.
+        """
         longest_s = BACKOFF_MAX_WANTED_S if self._pool.wanted and self._pool.rtt_s is not None else BACKOFF_MAX_S
         wait_s = min(BACKOFF_FIRST_S * 2 ** (failures - 1), longest_s) * random.uniform(0.5, 1.5)  # noqa: S311
-        until_s = time.monotonic() + wait_s
+        until_s = began_s + wait_s
         while not (self._retry_now or self._stopping or self.waker.stopped):
             left_s = until_s - time.monotonic()
             if left_s <= 0:

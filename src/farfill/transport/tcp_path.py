@@ -15,6 +15,9 @@ from farfill.transport.protocol import UNSENT_BYTES, PathSample
 # A record of TLS may be in OpenSSL's hands already, in part: so much less is certain to come.
 MAX_TLS_RECORD_BYTES = 17 * 1024
 MAX_AWAITED_BYTES = 128 * 1024
+# Who waits for as much as the window of a young connection reads only when the sender has stopped, and so the kernel
+# never sees a reason to widen it. The window is about half of the buffer.
+AWAITED_PART = 8
 PREFERRED_CONGESTION = b"bbr"  # loss on a WAN starves the usual default
 
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
@@ -45,6 +48,7 @@ class WaterMarks:
         self._sock = sock
         self._unsent_bytes = UNSENT_BYTES
         self._awaited_bytes = 1
+        self._awaited_most = 1
 
     def hold_unsent(self, nbytes: int) -> None:
         """See `protocol.Channel`."""
@@ -57,11 +61,14 @@ class WaterMarks:
     def await_bytes(self, nbytes: int) -> None:
         """See `protocol.Channel`; `nbytes`: those that are certain to come to the socket."""
         nbytes = max(1, min(nbytes, MAX_AWAITED_BYTES))
-        if nbytes == self._awaited_bytes:
-            return
-        self._awaited_bytes = nbytes
         with contextlib.suppress(OSError):
-            self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+            if nbytes > self._awaited_most:
+                buffer_bytes = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+                self._awaited_most = max(1, buffer_bytes // AWAITED_PART)
+                nbytes = min(nbytes, self._awaited_most)
+            if nbytes != self._awaited_bytes:
+                self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+                self._awaited_bytes = nbytes
 
 
 def sample_path(sock: socket.socket) -> PathSample | None:

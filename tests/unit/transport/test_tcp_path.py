@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import sys
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farfill.transport.tcp_path import close_at_once, sample_path, tune
+from farfill.transport.tcp_path import MAX_AWAITED_BYTES, WaterMarks, close_at_once, sample_path, tune
 from support.transfer_harness import eventually
 
 SYSCTL = Path("/proc/sys/net/ipv4")
@@ -91,3 +92,26 @@ def _takes_more(sock: socket.socket) -> bool:
         return sock.send(bytes(1 << 20)) > 0
     except BlockingIOError:
         return False
+
+
+def test_who_waits_for_a_large_chunk_reads_before_the_window_is_full(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    near, far = pair
+    marks = WaterMarks(far)
+    marks.await_bytes(1 << 20)
+    near.sendall(bytes(far.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF) // 4))
+    assert select.select([far], [], [], 30)[0], "the sender fills the window before it is read"
+
+
+def test_a_wide_window_is_waited_for_in_larger_parts(pair: tuple[socket.socket, socket.socket]) -> None:
+    near, far = pair
+    marks = WaterMarks(far)
+    marks.await_bytes(1 << 20)
+    narrow = far.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)
+    far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * narrow)
+    marks.await_bytes(1 << 20)
+    assert narrow < far.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) <= MAX_AWAITED_BYTES
+    marks.await_bytes(1)
+    near.sendall(b"x")
+    assert select.select([far], [], [], 30)[0]
