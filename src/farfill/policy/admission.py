@@ -333,6 +333,8 @@ class _Tenant:
             self._tokens.resize(*_size(limits.tokens_per_s * tokens_share, limits.burst_s), now_s)
 
     def refuses(self, tokens: int, now_s: float) -> tuple[Refusal, float] | None:
+        if not self.limited:
+            return None
         for bucket, cost, reason in (
             (self._requests, 1.0, Refusal.TENANT_REQUESTS),
             (self._tokens, float(tokens), Refusal.TENANT_TOKENS),

@@ -104,6 +104,8 @@ class PlacementProfile:
         for weight, scorer in self._scorers:
             column = scorer(request, left)
             columns.append(column)
+            if not any(column):
+                continue  # adds nothing to anybody: no session, no prefix
             if totals:
                 totals = [total + weight * score for total, score in zip(totals, column)]  # noqa: B905 (costs, here)
             else:
