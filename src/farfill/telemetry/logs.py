@@ -46,6 +46,7 @@ _SECRET_TEXT = re.compile(
 
 
 _PLAIN = frozenset({int, float, bool, type(None)})
+_NESTED = frozenset({dict, list, tuple})
 _LEAST_CHARS = len("bearer x")
 
 
@@ -116,7 +117,7 @@ def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
         kind = type(value)
         if kind is str:
             texts.append(value)
-        elif kind not in _PLAIN and value:
+        elif kind not in _PLAIN and (kind not in _NESTED or value):
             break
     else:  # as nearly always: a flat event, looked through in one go
         if not _names_secret(tuple(event)) and not _suspect("\n".join(texts)):

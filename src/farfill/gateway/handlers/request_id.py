@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-import uuid
+import secrets
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
@@ -22,7 +22,7 @@ async def with_request_id(
 ) -> web.StreamResponse:
     """Give every request an id; refuse one that could break logs or paths."""
     given = request.headers.get(HEADER)
-    request[REQUEST_ID] = given if given and _VALID.fullmatch(given) else uuid.uuid4().hex
+    request[REQUEST_ID] = given if given and _VALID.fullmatch(given) else secrets.token_hex(16)
     if given is not None and request[REQUEST_ID] != given:
         return error_response(_invalid(HEADER))
     return await handler(request)
