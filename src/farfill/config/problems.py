@@ -99,8 +99,8 @@ def _problem_of(error: ErrorDetails, model: type[BaseModel]) -> Problem:  # noqa
         return Problem(path, "is empty", f"fill it in, such as {path[-1]}: {_example(field)}")
     if kind in ("literal_error", "enum"):
         return _not_one_of(path, found, error)
-    if kind in _RANGE_ERRORS and field:
-        return Problem(path, f"{found} is out of range", f"give {_range_text(field)}")
+    if kind in _RANGE_ERRORS:
+        return Problem(path, f"{found} is out of range", f"give {_range_text(field) if field else _bound_text(error)}")
     if kind == "string_pattern_mismatch":
         return _bad_pattern(path, str(found), error, field)
     if kind in _EXPECTED:
@@ -170,6 +170,12 @@ def _range_text(field: FieldInfo) -> str:
         if hasattr(constraint, name)
     ]
     return " and ".join(bounds)
+
+
+def _bound_text(error: ErrorDetails) -> str:
+    """The bound that was missed, where it is not known which member of a union the field is of."""
+    bounds = error.get("ctx", {})
+    return " and ".join(f"{word} {bounds[name]}" for name, word in _BOUNDS.items() if name in bounds)
 
 
 def _choices(field: FieldInfo) -> str:

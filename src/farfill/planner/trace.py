@@ -94,7 +94,7 @@ def _read(path: Path, kind: type[Line]) -> list[Line]:
         try:
             found.append(_checked(decoder.decode(line)))
         except (msgspec.DecodeError, ValueError) as error:
-            problems.append(f"{path}:{number}: {error}")
+            problems.append(f"{path}:{number}: {error}; mend the line or take it out")
     if problems:
         more = [f"{path}: and {len(problems) - _MAX_PROBLEMS} more lines"] if len(problems) > _MAX_PROBLEMS else []
         raise TraceError("\n".join(problems[:_MAX_PROBLEMS] + more))

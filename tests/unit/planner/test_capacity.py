@@ -183,7 +183,7 @@ def test_plots_are_drawn(folder: Path, suffix: str):
     [
         ("gbit_per_s: 100", "gbit_per_s: 0", "plan.yaml:15: links.0.gbit_per_s: 0 is out of range; give more than 0"),
         ("instances: 20", "instances: -1", "plan.yaml:12: sites.near.instances: -1 is out of range; give at least 0"),
-        ("min_tokens: 128", "min_tokens: -128", "plan.yaml:5: workload.input.min_tokens: "),
+        ("min_tokens: 128", "min_tokens: -128", "workload.input.min_tokens: -128 is out of range; give at least"),
         ("min_tokens: 128", "min_tokens: 200000", "workload.input.min_tokens: min_tokens 200000 is more than"),
         ("mu: 9.9", "mu: 19.9", "plan.yaml:5: workload.input.mu: a log-normal with mu 19.9"),
         ("near: near", "near: here", "plan.yaml:10: near: 'here' is not one of the sites; give one of: near, far"),
