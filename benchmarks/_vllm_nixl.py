@@ -71,7 +71,9 @@ def compare(figures: Figures, model: Path, folder: Path, rounds: int) -> None:
 
 async def _measure(pairs: list[Pair], rounds: int) -> dict[tuple[str, int], list[float]]:
     times: dict[tuple[str, int], list[float]] = {(pair.name, length): [] for pair in pairs for length in LENGTHS}
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+    # A pair that was stopped closes connections that were idle meanwhile just when it goes on: none is used twice.
+    connector = aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), connector=connector) as session:
         for number in range(-1, rounds):
             for pair in pairs if number % 2 else pairs[::-1]:
                 others = [other for other in pairs if other is not pair]
