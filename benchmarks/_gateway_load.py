@@ -1,8 +1,9 @@
 """Client and instant upstream of `gateway.py`, in one process on one core: raw protocols on uvloop, canned answers.
 
 Two upstreams: one speaks the OpenAI API (for routers that forward it), one the control protocol of Farfill's workers.
-Both answer the same tokens. A stream's next token leaves when the client has got the last one, as an engine sends
-them one by one, only without an engine's time in between. `seed` tells the upstream which stream it is.
+Both answer the same tokens, and neither parses what it need not: what they take comes off the rates of both sides. A
+stream's next token leaves when the client has got the last one, as an engine sends them one by one, only without an
+engine's time in between. `seed` tells the upstream which stream it is.
 """
 
 from __future__ import annotations
@@ -181,11 +182,12 @@ class WorkerUpstream(Upstream):
         if not head.startswith(b"POST"):
             self._transport.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
             return
-        seed = _command.decode(body).sampling.seed
-        if seed is None:
+        if b"\xa4seed\xc0" in body or b"\xa4seed" not in body:  # nil or left out: cheaper to see than to decode
             self._transport.write(_WORKER_WHOLE)
-        else:
-            self.stream(seed)
+            return
+        seed = _command.decode(body).sampling.seed
+        assert seed is not None
+        self.stream(seed)
 
 
 PROMPT = "Tell me a story about a gateway that was always on time. " * 4
