@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from farfill.core.cluster import Role
-from farfill.wire.control import ErrorBody
+from farfill.wire.control import MAX_TEXT_BYTES, ErrorBody
 from support.gateway_harness import Harness, running_gateway
 from support.stub_worker import StubWorker
 
@@ -86,6 +86,21 @@ async def test_forced_placement_and_workers_without_tokenizer_get_ids(gateway: H
     _, body, _ = await gateway.post(CHAT, chat())
     assert [(c.text, len(c.token_ids)) for c in gateway.decode.decodes] == [("", COUNTED)] * 2
     assert body["usage"]["prompt_tokens"] == COUNTED
+
+
+async def test_long_text_is_ids_however_long_chunks_are(tmp_path: Path):
+    routing = {"remote_prefill_threshold_tokens": 100_000}
+    async with running_gateway(
+        tmp_path, context_tokens=50_000, routing=routing, prefill={"chunked_prefill_tokens": 50_000}
+    ) as h:
+        h.decode.takes_text = True
+        for size in (MAX_TEXT_BYTES - 2, MAX_TEXT_BYTES):
+            status, body, _ = await h.post(COMPLETIONS, {"model": "tiny", "prompt": "x" * size})
+            assert status == 200, body
+        assert [(len(c.text), len(c.token_ids)) for c in h.decode.decodes] == [
+            (MAX_TEXT_BYTES - 2, 0),
+            (0, MAX_TEXT_BYTES + 1),
+        ]
 
 
 async def test_searched_threshold_sees_exact_lengths(tmp_path: Path):

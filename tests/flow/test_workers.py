@@ -12,8 +12,7 @@ import structlog
 
 from farfill.core.cluster import FallbackReason
 from farfill.kv.manifest import build_manifest
-from farfill.wire.control import FailTransferCommand
-from farfill.worker.text import MAX_TEXT_CHARS
+from farfill.wire.control import MAX_TEXT_BYTES, FailTransferCommand
 from support.transfer_harness import DECODE, PREFILL
 from support.worker_harness import CHUNK, RefusedError, TwoWorkers
 
@@ -71,7 +70,7 @@ async def test_prompt_that_comes_as_text_gives_the_tokens_of_its_ids(tmp_path: P
 
 @pytest.mark.parametrize(
     ("prompt", "fields", "param"),
-    [([1], {"text": "x"}, "text"), ([], {"text": "x" * (MAX_TEXT_CHARS + 1)}, "text"), ([], {"text": ""}, "token_ids")],
+    [([1], {"text": "x"}, "text"), ([], {"text": "x" * (MAX_TEXT_BYTES + 1)}, "text"), ([], {"text": ""}, "token_ids")],
 )
 async def test_prompt_is_either_text_or_ids_and_not_long_text(
     tmp_path: Path, prompt: list[int], fields: dict[str, str], param: str

@@ -14,6 +14,8 @@ import msgspec
 PROTOCOL_VERSION = 1
 VERSION_HEADER = "x-farfill-protocol"
 CONTENT_TYPE = "application/msgpack"
+MAX_TEXT_BYTES = 4096
+"""Of a prompt that comes as text: both sides tokenize it on their event loops, in a millisecond or two."""
 
 
 class SamplingMessage(msgspec.Struct, omit_defaults=True, kw_only=True):

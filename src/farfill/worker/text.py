@@ -7,10 +7,7 @@ from typing import Protocol, runtime_checkable
 from farfill.core.errors import InvalidRequestError
 from farfill.engine.output import Vocabulary
 from farfill.engine.protocol import Engine
-from farfill.wire.control import DecodeCommand
-
-MAX_TEXT_CHARS = 65_536
-"""They are tokenized on the event loop: some milliseconds at most."""
+from farfill.wire.control import MAX_TEXT_BYTES, DecodeCommand
 
 
 @runtime_checkable
@@ -34,7 +31,7 @@ def prompt_ids(engine: Engine, command: DecodeCommand) -> list[int]:
         raise InvalidRequestError(
             "text is for engines with a tokenizer, and comes without token ids and images", param="text"
         )
-    if len(command.text) > MAX_TEXT_CHARS:
-        raise InvalidRequestError(f"text of over {MAX_TEXT_CHARS} characters comes as token ids", param="text")
+    if len(command.text) > MAX_TEXT_BYTES:
+        raise InvalidRequestError(f"text of over {MAX_TEXT_BYTES} bytes comes as token ids", param="text")
     tokenizer = engine.vocabulary.tokenizer
     return tokenizer.encode(command.text, add_special_tokens=command.add_special_tokens).ids

@@ -40,6 +40,7 @@ from farfill.gateway.pipeline.tokenize import detokenize, ensure_counted, fit_co
 from farfill.gateway.principal import Principal
 from farfill.gateway.service import GatewayService
 from farfill.policy.offload import Forced
+from farfill.wire.control import MAX_TEXT_BYTES
 
 MAX_PROMPTS = 128
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
@@ -265,7 +266,7 @@ class GenerateHandler:
             return 0
         if isinstance(body, CompletionBody) and body.echo:
             return 0
-        return min(self._service.threshold.tokens, config.prefill.chunked_prefill_tokens)
+        return min(self._service.threshold.tokens, config.prefill.chunked_prefill_tokens, MAX_TEXT_BYTES)
 
     async def _tokenize(self, body: ChatBody | CompletionBody, text_below: int) -> Prompts:
         pool, model = self._service.pool, self._model

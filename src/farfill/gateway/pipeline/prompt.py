@@ -53,7 +53,7 @@ class Prompt:
 
     @property
     def ids(self) -> list[int]:
-        """Its token ids; a text is tokenized now, which takes less than a millisecond as it is short."""
+        """Its token ids; a text is tokenized now, which takes a millisecond or two at most."""
         if self._ids is None:
             assert self._encode is not None, "a prompt has ids or a text"
             self._ids = self._encode()
