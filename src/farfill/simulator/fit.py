@@ -212,11 +212,15 @@ def _decode_points(served: Sequence[RecordedRequest]) -> tuple[DecodePoint, ...]
     if not running:
         return (DecodePoint(batch=1, context_tokens=context, step_s=1e-3),)
     steps, batches, weights = list[float](), list[float](), list[float]()
+    names = {r.decode for r in running}
+    beside = {name: _Spans([_decoding(r) for r in running if r.decode == name]) for name in names}
+    prompts = {name: [r for r in served if r.prefill is not None and r.prefill.instance == name] for name in names}
+    prefills = {name: _Spans([_prefilling(r) for r in found]) for name, found in prompts.items()}
     for r in running:
         begin, end = _decoding(r)
-        beside = [other for other in running if other.decode == r.decode]
-        batch = sum(_overlap((begin, end), _decoding(other)) for other in beside) / (end - begin)
-        stolen = sum(_stolen((begin, end), other) for other in served if _prefilled_by(other, r.decode))
+        batch = float(beside[r.decode].within(begin, end).sum()) / (end - begin)
+        # Seconds of others' prefill meanwhile, each spread evenly over the time it took.
+        stolen = float(prefills[r.decode].shares(begin, end) @ _seconds(prompts[r.decode]))
         steps.append((end - begin - stolen) / (r.output_length - 1))
         batches.append(batch)
         weights.append(float(np.sqrt(r.output_length - 1)))
@@ -236,21 +240,31 @@ def _decoding(r: RecordedRequest) -> tuple[float, float]:
     return begin, begin + max(1e-9, r.tpot_s * (r.output_length - 1))
 
 
-def _prefilled_by(r: RecordedRequest, instance: str) -> bool:
-    return r.prefill is not None and r.prefill.instance == instance
+def _prefilling(r: RecordedRequest) -> tuple[float, float]:
+    assert r.prefill is not None
+    assert r.ttft_s is not None
+    came = r.timestamp / 1000
+    return came + r.before_s + r.queued_s + r.prefill.queued_s, came + r.ttft_s
 
 
-def _stolen(interval: tuple[float, float], other: RecordedRequest) -> float:
-    """Seconds of another prompt's prefill within an interval, spread evenly over the time that prefill took."""
-    assert other.prefill is not None
-    assert other.ttft_s is not None
-    came = other.timestamp / 1000
-    span = came + other.before_s + other.queued_s + other.prefill.queued_s, came + other.ttft_s
-    return other.prefill.seconds * _overlap(interval, span) / max(1e-9, span[1] - span[0])
+def _seconds(prompts: Sequence[RecordedRequest]) -> Floats:
+    return np.array([r.prefill.seconds for r in prompts if r.prefill is not None], dtype=np.float64)
 
 
-def _overlap(one: tuple[float, float], other: tuple[float, float]) -> float:
-    return max(0.0, min(one[1], other[1]) - max(one[0], other[0]))
+class _Spans:
+    """Intervals of time."""
+
+    def __init__(self, spans: Sequence[tuple[float, float]]) -> None:
+        both = np.array(spans, dtype=np.float64).reshape(-1, 2)
+        self._begins, self._ends = both[:, 0], both[:, 1]
+
+    def within(self, begin: float, end: float) -> Floats:
+        """Seconds of each that lie within."""
+        return np.maximum(0.0, np.minimum(end, self._ends) - np.maximum(begin, self._begins))
+
+    def shares(self, begin: float, end: float) -> Floats:
+        """The part of each that lies within."""
+        return self.within(begin, end) / np.maximum(1e-9, self._ends - self._begins)
 
 
 def _kv_size(served: Sequence[RecordedRequest]) -> MeasuredKVSize:
@@ -283,18 +297,14 @@ def _link(served: Sequence[RecordedRequest], site: str) -> Link:
 
 def _carried(sent: Sequence[tuple[RecordedRequest, RecordedTransfer]]) -> float:
     """The most bytes/s, of all transfers together, while one of them was under way; each spread over its time."""
-    spans: list[tuple[float, float, int]] = []
+    spans: list[tuple[float, float]] = []
     for r, transfer in sent:
         assert r.ttft_s is not None
         end = r.timestamp / 1000 + r.ttft_s
-        spans.append((end - max(1e-9, transfer.seconds), end, transfer.wire_bytes))
-    return max(
-        (
-            sum(size * _overlap((begin, end), (b, e)) / (e - b) for b, e, size in spans) / (end - begin)
-            for begin, end, _ in spans
-        ),
-        default=0.0,
-    )
+        spans.append((end - max(1e-6, transfer.seconds), end))
+    sizes = np.array([transfer.wire_bytes for _, transfer in sent], dtype=np.float64)
+    together = _Spans(spans)
+    return max((float(together.shares(begin, end) @ sizes) / (end - begin) for begin, end in spans), default=0.0)
 
 
 def _pieces(served: Sequence[RecordedRequest], chunk_tokens: int) -> int:

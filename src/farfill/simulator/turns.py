@@ -192,7 +192,8 @@ class Turns:
         request = prompt.request
         if self._current is not None and end >= self._current[1]:
             self._current = None
-            self._told.chunk_done(request, end)
+            if request in self._prompts:
+                self._told.chunk_done(request, end)
         if request in self._prompts and end >= request.prompt - 1:
             del self._prompts[request]
             request.prefill_to_s = self._kernel.now_s
@@ -356,7 +357,8 @@ class TurnsDecode(DecodeServer):
         uncached = max(0, request.prompt - 1 - request.cached)
         self.waiting_tokens += uncached - request.uncached
         request.uncached = uncached
-        self._here[request] = request.cached
+        if request.keys:
+            self._here[request] = request.cached
         return request.cached
 
     def _chunk_done(self, request: Request, tokens: int) -> None:
