@@ -102,6 +102,7 @@ def test_withdrawn_work_frees_everything(pair: Pair, phase: object) -> None:
     assert_free(engine)
 
 
+@pytest.mark.parametrize("pair", ["llama", "granite"], indirect=True)
 def test_withdrawn_at_any_moment_of_the_import(pair: Pair) -> None:
     """Whenever the engine takes its file away, vLLM has it for good or never begins with it."""
     prompt = prompt_of(1200)

@@ -76,16 +76,18 @@ async def test_gateway_counts_on_what_vllm_says_it_holds(cluster: Cluster) -> No
             while (now := await scraping.gateway()).total("farfill_prefix_events_total", kind="stored") < stored:
                 await asyncio.sleep(0.1)
         far = await client.record((await client.complete(replace(asked_for, forced="remote"))).request_id)
+        hits = (await scraping.worker(DECODE)).total("vllm:prefix_cache_hits_total")
         second = await client.complete(asked_for)
         record = await client.record(second.request_id)
+        async with asyncio.timeout(30):  # vLLM's own count is relayed every other second
+            while (await scraping.worker(DECODE)).total("vllm:prefix_cache_hits_total") < hits + 1024:
+                await asyncio.sleep(0.2)
         other = await client.complete(replace(asked_for, salt="others"))
         unknown = await client.record(other.request_id)
     assert now.total("farfill_prefix_index_blocks") >= 8
     assert far.prefill is not None
     assert far.prefill.cached_tokens >= far.expected_far_hit_tokens == 1024
     assert record.expected_hit_tokens == 1024
-    assert record.start is not None
-    assert record.start.cached_tokens >= 1024
     assert first.token_ids == second.token_ids
     assert (unknown.expected_hit_tokens, unknown.expected_far_hit_tokens) == (0, 0)
 
