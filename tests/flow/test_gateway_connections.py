@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from farfill.gateway import handlers
+from farfill.gateway.handlers import body as bodies
 from support.gateway_harness import Harness, running_gateway
 
 PATH = "/v1/completions"
@@ -137,8 +137,8 @@ async def test_connection_that_is_to_close_closes(gateway: Harness) -> None:
 async def test_body_that_does_not_come_ends_the_connection(
     gateway: Harness, monkeypatch: pytest.MonkeyPatch, framing: str
 ) -> None:
-    monkeypatch.setattr(handlers.body, "GRACE_S", 0.05)
-    monkeypatch.setattr(handlers.body, "SLOWEST_BYTES_PER_S", 1 << 40)
+    monkeypatch.setattr(bodies, "GRACE_S", 0.05)
+    monkeypatch.setattr(bodies, "SLOWEST_BYTES_PER_S", 1 << 40)
     async with connected(gateway) as (reader, writer):
         writer.write(request(b"1\r\n{\r\n", framing))
         status, headers, data = await answer(reader)

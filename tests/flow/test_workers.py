@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -73,7 +74,7 @@ async def test_prompt_that_comes_as_text_gives_the_tokens_of_its_ids(tmp_path: P
     [([1], {"text": "x"}, "text"), ([], {"text": "x" * (MAX_TEXT_BYTES + 1)}, "text"), ([], {"text": ""}, "token_ids")],
 )
 async def test_prompt_is_either_text_or_ids_and_not_long_text(
-    tmp_path: Path, prompt: list[int], fields: dict[str, str], param: str
+    tmp_path: Path, prompt: list[int], fields: dict[str, Any], param: str
 ):
     async with TwoWorkers.running(tmp_path) as two:
         with pytest.raises(RefusedError) as refused:
