@@ -61,3 +61,12 @@ def _logs_go_on_to_pytest() -> Iterator[None]:
     structlog.configure(logger_factory=structlog.stdlib.LoggerFactory())
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@pytest.fixture(autouse=True)
+def _no_connection_crashes(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """A connection that ends by a fault of ours is dialled again, and what it carried travels again: no test would see
+    it."""
+    yield
+    crashed = [r.getMessage() for r in caplog.get_records("call") if "connection_crashed" in r.getMessage()]
+    assert not crashed, crashed

@@ -18,6 +18,7 @@ from support.transfer_harness import (
     BytesSlot,
     Ends,
     config,
+    eventually,
     make_pieces,
 )
 
@@ -147,3 +148,28 @@ async def test_connection_of_a_stranger_is_not_given_anothers_transfer(ends: End
         assert not ends.sender_seen.counts["sent:none"]
     finally:
         await stranger.close()
+
+
+async def test_receiver_keeps_as_many_connections_as_the_sender_finds_the_path_needs(ends: Ends) -> None:
+    await start(ends)
+    await Moving(ends).arrives()
+    standing = ends.sender_seen.standing
+    for wanted in (11, 5):
+        _found_out(ends, wanted)
+        await asyncio.to_thread(eventually, lambda n=wanted: standing == {DECODE: n})
+        await Moving(ends).arrives()
+
+
+async def test_a_fixed_number_of_connections_stays(ends: Ends) -> None:
+    await start(ends, connections=3)
+    await Moving(ends).arrives()
+    _found_out(ends, 9)
+    await Moving(ends).arrives()
+    assert ends.sender_seen.standing == {DECODE: 3}
+
+
+def _found_out(ends: Ends, connections: int) -> None:
+    """What `ConnectionTuner` finds out on a path with loss, which there is none of here."""
+    (link,) = ends.sender._links.values()
+    link._path._tuner.wanted = connections
+    link._tune()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import resource
 import socket
@@ -15,11 +16,12 @@ import pytest
 from farfill.clock import WallClock
 from farfill.core.cluster import FallbackReason
 from farfill.core.errors import TransferError
+from farfill.transfer.door import MAX_HANDSHAKES
 from farfill.transport.memory import MemoryNetwork
 from farfill.transport.tcp import split_address
 from farfill.wire.frames import FrameType
 from support.frame_relay import BACK, FrameRelay, SeenFrame
-from support.transfer_harness import DECODE, PREFILL, BytesSlot, Ends, config, make_pieces, two_ends
+from support.transfer_harness import DECODE, PREFILL, BytesSlot, Ends, config, eventually, make_pieces, two_ends
 
 NUM_TOKENS = 1100
 GARBAGE_CONNECTIONS = 10_000
@@ -194,6 +196,34 @@ async def test_thousands_of_garbage_connections_leave_nothing_behind(ends: Ends)
     result, _ = await asyncio.gather(expected.wait(), outgoing.wait())
     assert result.complete
     await throwing
+    await _moves_with_a_new_sender(ends)
     grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
     assert grown_kib < 64 * 1024
     assert len(os.listdir("/proc/self/fd")) <= files + 64
+
+
+async def test_silent_strangers_keep_no_peer_out(ends: Ends) -> None:
+    """More than may be in a handshake at once, for as long as they like, and a sender that has no connection yet."""
+    await ends.start()
+    address = split_address(ends.receiver.address)
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_HANDSHAKES + 30):
+            stack.enter_context(socket.create_connection(address))
+        refused = ends.receiver_seen.counts
+        await asyncio.to_thread(eventually, lambda: refused["refused:too_many_connections"] >= 30, 30)
+        await _moves_with_a_new_sender(ends)
+    assert refused["refused:too_many_connections"] < MAX_HANDSHAKES
+
+
+async def _moves_with_a_new_sender(ends: Ends) -> None:
+    sender = ends.make_sender()
+    await sender.start()
+    ticket = ends.ticket(NUM_TOKENS)
+    slot = BytesSlot(ends.manifest(NUM_TOKENS))
+    expected = ends.receiver.expect(ticket, slot, timeout_s=60)
+    outgoing = sender.begin(ticket, ends.sign(ticket), ends.receiver.address, slot.manifest, timeout_s=60)
+    outgoing.offer(make_pieces(slot.manifest))
+    outgoing.finish()
+    result, _ = await asyncio.gather(expected.wait(), outgoing.wait())
+    assert result.complete
+    await sender.close()

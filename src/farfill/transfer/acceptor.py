@@ -68,6 +68,18 @@ class Host(Protocol):
     def stray(self, session: AcceptorSession, key: bytes) -> str: ...
 
 
+class Dialler(Protocol):
+    """A pool of connections this end dials."""
+
+    def measured(self, rtt_s: float) -> None:
+        """The round trip of one of them."""
+        ...
+
+    def resize(self, connections: int) -> None:
+        """The sender says how many the path needs."""
+        ...
+
+
 class Acceptor:
     """Knows the standing connections of every sender, whoever dialled them. `listen` None: nobody is let in."""
 
@@ -123,11 +135,9 @@ class Acceptor:
         """Call now and then."""
         self._refusals.tell_left_out()
 
-    def session(
-        self, peer: PeerIdentity, remote: str, waker: Waker, measured: Callable[[float], None] = lambda _: None
-    ) -> AcceptorSession:
-        """What is said on a new connection with `peer`; `measured` hears of its round trip, in seconds."""
-        return AcceptorSession(self, peer, remote, waker, measured)
+    def session(self, peer: PeerIdentity, remote: str, waker: Waker, dialler: Dialler | None = None) -> AcceptorSession:
+        """What is said on a new connection with `peer`; `dialler` is who dialled it, if this end did."""
+        return AcceptorSession(self, peer, remote, waker, dialler)
 
     def sessions(self, peer: str, generation: str | None) -> list[AcceptorSession]:
         """Standing connections of a peer, the latest first; of any run when `generation` is None."""
@@ -182,14 +192,14 @@ class AcceptorSession(PeerSession):
     """The receiver's end of one connection."""
 
     def __init__(
-        self, acceptor: Acceptor, peer: PeerIdentity, remote: str, waker: Waker, measured: Callable[[float], None]
+        self, acceptor: Acceptor, peer: PeerIdentity, remote: str, waker: Waker, dialler: Dialler | None
     ) -> None:
         super().__init__(acceptor.host.me, peer.name, waker, acceptor.liveness, acceptor.clock.now_s())
         self._acceptor = acceptor
         self._host = acceptor.host
         self._remote = remote
         self._peer = peer
-        self._measured = measured
+        self._dialler = dialler
         self._scratch = Scratch(acceptor.host.budget, peer.name, acceptor.liveness.dead_s)
         self._refused = False
         self._lock = Lock()
@@ -197,7 +207,8 @@ class AcceptorSession(PeerSession):
         self._over = False
 
     def sampled(self, path: PathSample) -> None:
-        self._measured(path.rtt_s)
+        if self._dialler is not None:
+            self._dialler.measured(path.rtt_s)
 
     def next_frame(self, now_s: float) -> OutgoingFrame | None:
         return self.next_control()
@@ -214,6 +225,9 @@ class AcceptorSession(PeerSession):
                 self._host.opened(self, header.transfer, decode_payload(OpenPayload, payload))
             case FrameType.FAIL:
                 self._host.failed(self, header.transfer, decode_payload(ReasonPayload, payload))
+            case FrameType.CONNECTIONS:
+                if self._dialler is not None:
+                    self._dialler.resize(header.offset)
             case FrameType.KEEPALIVE:
                 transfer = self._host.transfer(self, header.transfer)
                 if transfer is not None:

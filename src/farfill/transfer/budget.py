@@ -11,6 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
+# A lease costs at least so much, however small: each has a place in lists, too.
+MIN_LEASE_BYTES = 4096
+# Used memory kept for leases to come.
+MAX_FREE = 256
+
 
 class ReceiveBudget:
     """Thread-safe. `chunk_bytes` is the largest chunk: every sender may have one on its way, whatever its share."""
@@ -50,6 +55,7 @@ class ReceiveBudget:
         """Memory of at least `nbytes`, to be given back with `release`. None: none is free; `retry` is called once
         when that may have changed.
         """
+        nbytes = max(nbytes, MIN_LEASE_BYTES)
         with self._lock:
             if not self._fits(peer, nbytes):
                 if retry is not None:
@@ -67,6 +73,8 @@ class ReceiveBudget:
                 del self._leased[peer]
             self._free.append(memory)
             self._free_bytes += len(memory)
+            if len(self._free) > MAX_FREE:
+                self._forget(self._free[0])
             waiting = self._take_waiting()
         for retry in waiting:
             retry()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from threading import Lock, Thread
 from typing import Protocol
@@ -19,7 +20,8 @@ from farfill.transport.tls import PeerIdentity
 from farfill.transport.waker import Waker
 
 MAX_CONNECTIONS = 1024
-# Peers that have not proved who they are may hold no more threads than this.
+# Peers that have not proved who they are may hold no more threads than this. With one more, the longest silent
+# one of the address that has most of them goes: a handshake takes a few round trips, who is slower is hardly a peer.
 MAX_HANDSHAKES = 128
 ACCEPT_RETRY_S = 0.1
 LAST_WORDS_S = 0.5
@@ -69,7 +71,8 @@ class Door:
         self._waker = Waker()
         self._lock = Lock()
         self._lines: set[_Line] = set()
-        self._handshakes = 0
+        # The oldest first.
+        self._handshakes: dict[_Line, str] = {}
         self._thread = Thread(target=self._accept, name="farfill-kv-accept", daemon=True)
 
     @property
@@ -98,10 +101,10 @@ class Door:
         await until(lambda: not self._thread.is_alive(), JOIN_S)
         self._waker.close()
 
-    def handshake_over(self) -> None:
-        """A connection is no longer anonymous."""
+    def handshake_over(self, line: _Line) -> None:
+        """A connection is no longer anonymous, or over."""
         with self._lock:
-            self._handshakes -= 1
+            self._handshakes.pop(line, None)
 
     def line_over(self, line: _Line) -> None:
         """A connection's thread ends."""
@@ -124,17 +127,33 @@ class Door:
             self._listener.close()
 
     def _admit(self, pending: PendingChannel) -> None:
+        evicted: _Line | None = None
         with self._lock:
-            full = len(self._lines) >= MAX_CONNECTIONS or self._handshakes >= MAX_HANDSHAKES
-            if not full and not self._waker.stopped:
+            if len(self._handshakes) >= MAX_HANDSHAKES:
+                evicted = self._longest_silent()
+                del self._handshakes[evicted]
+            # Those told to go hold a thread for a moment yet.
+            full = len(self._lines) >= MAX_CONNECTIONS
+            admitted = not full and not self._waker.stopped
+            if admitted:
                 line = _Line(self, pending)
                 self._lines.add(line)
-                self._handshakes += 1
+                self._handshakes[line] = pending.remote.rpartition(":")[0]
                 line.thread.start()
-                return
-        pending.close()
+        if evicted is not None:
+            evicted.waker.stop()
+            self.refused(
+                None, evicted.remote, "too_many_connections", "too many handshakes at once; this was the slowest"
+            )
+        if not admitted:
+            pending.close()
         if full:
             self.refused(None, pending.remote, "too_many_connections", "limit of connections reached")
+
+    def _longest_silent(self) -> _Line:
+        """Of the address that has most handshakes under way."""
+        ((crowd, _),) = Counter(self._handshakes.values()).most_common(1)
+        return next(line for line, host in self._handshakes.items() if host == crowd)
 
 
 class _Line:
@@ -146,6 +165,7 @@ class _Line:
         self._pending = pending
         self._session: ServedSession | None = None
         self._finishing = False
+        self.remote = pending.remote
         self.thread = Thread(target=self._run, name="farfill-kv-receive", daemon=True)
 
     def finish(self) -> None:
@@ -174,7 +194,7 @@ class _Line:
         try:
             channel = self._pending.handshake(timeout_s=door.liveness.handshake_s, interrupt=self.waker)
         finally:
-            door.handshake_over()
+            door.handshake_over(self)
         session = door.make_session(channel.peer, self._pending.remote, self.waker)
         self._session = session
         if self._finishing:

@@ -8,6 +8,7 @@ no memory, is cut otherwise, or waits too long is answered with NACK `early_refu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from threading import Lock
@@ -21,6 +22,7 @@ from farfill.wire.frames import FrameHeader, FrameType, Payload, ReasonPayload
 REFUSED = "early_refused"
 SHARE = 4  # of a sender's share of the budget, one part in so many
 MAX_TURNED_AWAY = 1024
+MAX_CHUNKS = 4096  # of one sender
 _DRAIN_BYTES = 64 * 1024
 
 
@@ -89,6 +91,7 @@ class EarlyChunks:
         self._lock = Lock()
         self._waiting: dict[Key, list[Waiting]] = {}
         self._held: dict[str, int] = {}
+        self._chunks: Counter[str] = Counter()
         self._turned_away: dict[Key, float] = {}
 
     @property
@@ -165,8 +168,9 @@ class EarlyChunks:
         """Memory of one chunk, once."""
         with self._lock:
             self._held[carrier.peer_name] -= len(memory)
-            if not self._held[carrier.peer_name]:
-                del self._held[carrier.peer_name]
+            self._chunks[carrier.peer_name] -= 1
+            if not self._chunks[carrier.peer_name]:
+                del self._held[carrier.peer_name], self._chunks[carrier.peer_name]
         self._budget.release(carrier.peer_name, memory)
 
     def _keep_only(self, key: Key, chunks: list[Waiting]) -> None:
@@ -182,12 +186,13 @@ class EarlyChunks:
             limit = self._budget.current_share // SHARE
             if key_of(carrier, header.transfer) in self._turned_away:
                 return None
-            if self._held.get(peer, 0) + header.wire_bytes > limit:
+            if self._held.get(peer, 0) + header.wire_bytes > limit or self._chunks[peer] >= MAX_CHUNKS:
                 return None
             memory = self._budget.lease(peer, header.wire_bytes)
             if memory is None:
                 return None
             self._held[peer] = self._held.get(peer, 0) + len(memory)
+            self._chunks[peer] += 1
             return memory
 
 

@@ -8,6 +8,7 @@ from threading import Lock
 from farfill.transfer.sender_session import SenderSession
 from farfill.transfer.slot import Slot
 from farfill.transport.waker import Waker
+from farfill.wire.frames import FrameHeader, FrameType
 
 
 class AdoptedSlot:
@@ -22,6 +23,11 @@ class AdoptedSlot:
         self.standing = False
         self.session: SenderSession | None = None
         self._lanes = lanes
+
+    def tell(self, connections: int) -> None:
+        """How many the path needs."""
+        if self.session is not None:
+            self.session.send(FrameHeader(FrameType.CONNECTIONS, offset=connections))
 
     def retry_now(self) -> None:
         """Only the other end can."""
@@ -51,6 +57,7 @@ class Lanes:
         self._slots: list[Slot | AdoptedSlot] = []
         self._retired: list[Slot | AdoptedSlot] = []
         self._dialling = False
+        self._told = 0
 
     def start(self, wanted: int) -> None:
         """Dial so many."""
@@ -58,8 +65,13 @@ class Lanes:
         self.resize(wanted)
 
     def resize(self, wanted: int) -> None:
-        """Keep so many, if this end dials; one that is too many ends after what it has."""
+        """Keep so many; one that is too many ends after what it has. If the other end dials, it is told."""
         with self._lock:
+            if wanted != self._told:
+                self._told = wanted
+                for slot in self._slots:
+                    if isinstance(slot, AdoptedSlot):
+                        slot.tell(wanted)
             self._retired = [slot for slot in self._retired if slot.alive]
             while self._dialling and len(self._slots) < wanted:
                 slot = self._dialled(self._numbers)
@@ -78,6 +90,8 @@ class Lanes:
             self._numbers += 1
             adopted = slot.session = session(slot)
             self._slots = [*self._slots, slot]
+            if self._told:
+                slot.tell(self._told)
         return adopted
 
     def abandon(self, slot: AdoptedSlot) -> None:

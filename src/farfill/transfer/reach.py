@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 
+from farfill.topology.connections import FEW, MANY
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.slot import Slot
 from farfill.transfer.waiting import until
@@ -20,9 +21,11 @@ class Reach:
     """One pool per sender's address, from its first expected transfer until it was unused for a while."""
 
     def __init__(
-        self, acceptor: Acceptor, transport: Transport, connections: int, expects: Callable[[str], bool]
+        self, acceptor: Acceptor, transport: Transport, connections: int | None, expects: Callable[[str], bool]
     ) -> None:
-        """`expects`: whether anything is expected from the sender of that name."""
+        """`connections` None: as many as the sender asks for. `expects`: whether anything is expected from the sender
+        of that name.
+        """
         self.acceptor = acceptor
         self.transport = transport
         self.expects = expects
@@ -68,7 +71,7 @@ class Reach:
 class ReachedPeer:
     """Implements `slot.Dialling`: the pool of one sender."""
 
-    def __init__(self, reach: Reach, address: str, peer_name: str, connections: int) -> None:
+    def __init__(self, reach: Reach, address: str, peer_name: str, connections: int | None) -> None:
         self.address = address
         self.peer_name = peer_name
         self.transport = reach.transport
@@ -78,12 +81,36 @@ class ReachedPeer:
         self._reach = reach
         self._rtt_s: float | None = None
         self._used_s = self.clock.now_s()
-        self._slots = [Slot(self, number) for number in range(connections)]
+        self._fixed = connections is not None
+        self._lock = Lock()
+        self._numbers = 0
+        # A new list each time: other threads walk the old one meanwhile.
+        self._slots: list[Slot] = []
+        self._retired: list[Slot] = []
+        self._stopped = False
+        self._first = connections or FEW
 
     def start(self) -> None:
         """Start dialling."""
-        for slot in self._slots:
-            slot.thread.start()
+        self._keep(self._first)
+
+    def resize(self, connections: int) -> None:
+        """See `acceptor.Dialler`. What configuration fixed stays."""
+        if not self._fixed:
+            self._keep(min(max(1, connections), MANY))
+
+    def _keep(self, connections: int) -> None:
+        with self._lock:
+            self._retired = [slot for slot in self._retired if slot.alive]
+            while not self._stopped and len(self._slots) < connections:
+                slot = Slot(self, self._numbers)
+                self._numbers += 1
+                self._slots = [*self._slots, slot]
+                slot.thread.start()
+            while len(self._slots) > connections:
+                *self._slots, last = self._slots
+                self._retired = [*self._retired, last]
+                last.stop()
 
     def retry_now(self) -> None:
         """Forget past failures."""
@@ -92,18 +119,20 @@ class ReachedPeer:
 
     def stop(self) -> None:
         """End after what is queued."""
+        with self._lock:
+            self._stopped = True
         for slot in self._slots:
             slot.stop()
 
     def abort(self) -> None:
         """End at once."""
-        for slot in self._slots:
+        for slot in [*self._slots, *self._retired]:
             slot.abort()
 
     @property
     def alive(self) -> bool:
         """Whether a thread still runs."""
-        return any(slot.alive for slot in self._slots)
+        return any(slot.alive for slot in [*self._slots, *self._retired])
 
     def unused_s(self) -> float:
         """How long nothing was expected and no connection stood."""
@@ -125,7 +154,7 @@ class ReachedPeer:
 
     def session(self, slot: Slot, peer: PeerIdentity) -> AcceptorSession:
         """What is said on a new connection: the same as on one that was accepted."""
-        return self._reach.acceptor.session(peer, self.address, slot.waker, self._measured)
+        return self._reach.acceptor.session(peer, self.address, slot.waker, self)
 
     def attempt_failed(self, error: Exception) -> None:
         """Transfers have deadlines of their own."""
@@ -134,5 +163,6 @@ class ReachedPeer:
         """Whoever answers there is not the sender."""
         self._reach.acceptor.refused(self.peer_name, self.address, reason, detail)
 
-    def _measured(self, rtt_s: float) -> None:
+    def measured(self, rtt_s: float) -> None:
+        """See `acceptor.Dialler`."""
         self._rtt_s = rtt_s

@@ -24,7 +24,6 @@ from farfill.core.errors import FarfillError, IncompatiblePeerError, TicketError
 from farfill.core.layout import KVLayout
 from farfill.core.ticket import Ticket
 from farfill.engine.protocol import KVSlot
-from farfill.topology.connections import FEW
 from farfill.topology.estimate import SmoothedValue
 from farfill.transfer.acceptor import Acceptor, AcceptorSession
 from farfill.transfer.budget import ReceiveBudget
@@ -141,7 +140,7 @@ class KVReceiver:
         )
         self._reach: Reach | None = None
         if listen is None:
-            connections = FEW if config.connections == "auto" else config.connections
+            connections = None if config.connections == "auto" else config.connections
             self._reach = Reach(self._acceptor, transport, connections, self.expects)
 
     @property

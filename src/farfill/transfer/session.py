@@ -33,14 +33,21 @@ class PeerSession:
         self._waker = waker
         self._liveness = liveness
         self._control: deque[bytes] = deque()
+        self._flooded = False
         self._opened_s = now_s
         self._heard_s = now_s
         self._sent_s = now_s
         self._sampled_s = float("-inf")
 
     def send(self, header: FrameHeader, payload: Payload | None = None) -> None:
-        """Queue a control frame before anything else this connection sends."""
-        self._control.append(encode_frame(header, payload))
+        """Queue a control frame before anything else this connection sends.
+
+        One that finds too many before it is lost, and the connection ends at its next step.
+        """
+        if len(self._control) < MAX_QUEUED_CONTROL:
+            self._control.append(encode_frame(header, payload))
+        else:
+            self._flooded = True
         self._waker.wake()
 
     def wake(self) -> None:
@@ -76,8 +83,6 @@ class PeerSession:
     def answered(self, header: FrameHeader, now_s: float) -> float | None:
         """Handle PING and PONG: the round trip in seconds for a PONG. ProtocolError for any other frame."""
         if header.type is FrameType.PING:
-            if len(self._control) > MAX_QUEUED_CONTROL:
-                raise ProtocolError("the peer does not read our answers", reason="flooded")
             self.send(FrameHeader(FrameType.PONG, offset=header.offset))
             return None
         if header.type is FrameType.PONG:
@@ -98,7 +103,13 @@ class PeerSession:
         """What the kernel measured; called now and then."""
 
     def tick(self, now_s: float, path: Callable[[], PathSample | None]) -> float:
-        """Deadlines of the connection itself. Raises TransportTimeoutError when the peer is silent."""
+        """Deadlines of the connection itself. Raises TransportTimeoutError when the peer is silent, ProtocolError
+        (flooded) when it asks and does not read the answers.
+        """
+        if self._flooded:
+            self._flooded = False
+            self._control.clear()  # room for the reason
+            raise ProtocolError("the peer does not read our answers", reason="flooded")
         if not self.welcomed:
             left_s = self._opened_s + self._liveness.handshake_s - now_s
             if left_s <= 0 and not self.finishing:

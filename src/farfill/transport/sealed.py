@@ -82,6 +82,10 @@ class SealedWriter:
         if self._end - self._start > _SMALL_BYTES and not self.flush():
             return 0
         nbytes = min(len(data), RECORD_BYTES)
+        if self._end + nbytes + _OVERHEAD > len(self._out):
+            waiting = self._end - self._start
+            self._out[:waiting] = bytes(self._out[self._start : self._end])
+            self._start, self._end = 0, waiting
         out = self._out[self._end : self._end + nbytes + _OVERHEAD]
         _LENGTH.pack_into(out, 0, nbytes)
         aead, nonce = self._cipher.next()

@@ -55,6 +55,7 @@ class FrameType(IntEnum):
     PONG = 14
     RESUME = 15  # sender: a connection broke, which chunks do you hold? ACCEPT answers
     CREDIT = 16  # receiver: at most `offset` bytes of yours may be unacknowledged; a payload is an `EarlyGrant`
+    CONNECTIONS = 17  # sender: `offset` connections are what this path needs; for a receiver that dials
 
 
 @dataclass(frozen=True, slots=True)

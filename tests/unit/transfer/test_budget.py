@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from farfill.transfer.budget import ReceiveBudget
+from farfill.transfer.budget import MAX_FREE, MIN_LEASE_BYTES, ReceiveBudget
 from farfill.transfer.incoming import Scratch
 from farfill.transport.errors import TransportError
 
@@ -117,4 +117,27 @@ def test_memory_never_exceeds_the_budget_and_no_lease_is_handed_out_twice(
         assert budget.leased_bytes + budget._free_bytes <= 100 * KIB
     for owner, memory in held:
         budget.release(owner, memory)
+    assert budget.leased_bytes == 0
+
+
+def test_tiny_leases_cost_what_their_place_in_lists_costs() -> None:
+    """Or a peer could fill the lists of a whole budget with single bytes, and everybody would search them."""
+    budget = ReceiveBudget(64 * MIN_LEASE_BYTES, MIN_LEASE_BYTES)
+    leases = []
+    while (memory := budget.lease("a", 1)) is not None:
+        leases.append(memory)
+    assert len(leases) == 64
+    for memory in leases:
+        budget.release("a", memory)
+
+
+def test_used_memory_is_kept_for_later_but_not_without_end() -> None:
+    budget = ReceiveBudget(4096 * KIB, 64 * KIB)
+    leases = [taken(budget.lease("a", 4 * KIB)) for _ in range(1000)]
+    for memory in leases:
+        budget.release("a", memory)
+    again = [taken(budget.lease("a", 4 * KIB)) for _ in range(1000)]
+    assert len({id(memory) for memory in again} & {id(memory) for memory in leases}) == MAX_FREE
+    for memory in again:
+        budget.release("a", memory)
     assert budget.leased_bytes == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -264,3 +266,48 @@ def _exchange(source: Channel, target: Channel) -> None:
 
     eventually(arrived)
     assert place == data
+
+
+class _Trickle:
+    """A socket that leaves the last bytes of what it is given behind."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.taken = bytearray()
+        self._rng = rng
+
+    def send(self, _: object, data: memoryview) -> int:
+        if len(data) <= 2000 and self._rng.random() < 0.7:
+            raise BlockingIOError
+        count = max(1, len(data) - self._rng.choice((0, 1, 900, 2000, 4000)))
+        self.taken += data[:count]
+        return count
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_records_go_out_whole_however_little_the_socket_leaves_behind(
+    monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    rng = random.Random(seed)
+    line = _Trickle(rng)
+    monkeypatch.setattr("socket.socket.send", line.send)
+    writer = SealedWriter(KEY, None)  # type: ignore[arg-type]
+    plain = bytearray()
+    while len(plain) < 40 * RECORD_BYTES:
+        data = rng.randbytes(rng.choice((64, 300, 5000, RECORD_BYTES)))
+        if writer.send(memoryview(data)):
+            plain += data
+    while not writer.flush():
+        pass
+    monkeypatch.undo()
+    near, far = socket.socketpair()
+    with near, far:
+        sending = threading.Thread(target=lambda: near.sendall(line.taken))
+        sending.start()
+        reader, opened = SealedReader(KEY, far), bytearray()
+        place = memoryview(bytearray(RECORD_BYTES))
+        while len(opened) < len(plain):
+            count = reader.recv_into(place)
+            assert count
+            opened += place[:count]
+        sending.join()
+    assert opened == plain
