@@ -98,7 +98,7 @@ def test_a_measured_link_is_as_it_was_set_and_a_change_is_seen(lab: Lab, tmp_pat
 
         link.set(rate_bits_per_s=20e6, rtt_s=0.12)
         changed = measure(lab, config, "--compare", str(baseline), "--json")
-        assert changed.returncode == 1, changed.stderr
+        assert changed.returncode == 3, changed.stderr
         assert "goodput" in changed.stderr
         assert "round trip" in changed.stderr
         assert json.loads(changed.stdout)["rtt_ms"] > 119

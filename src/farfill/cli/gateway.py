@@ -146,6 +146,7 @@ async def serve_gateway(loaded: LoadedConfig, stop: asyncio.Event, place: Place 
         ca=config.tls.ca,
         serves=False,
     )
+    own.check(tls.cert_pem, tls.key_pem, tls.ca_pem)
 
     def use(found: TlsMaterial) -> None:
         pems = (found.cert_pem, found.key_pem, found.ca_pem)

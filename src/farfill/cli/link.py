@@ -27,6 +27,9 @@ from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import read_tls
 from farfill.core.cluster import Role
 from farfill.core.errors import ConfigError
+from farfill.telemetry.logs import setup_logging
+from farfill.transport.own_certificate import OwnCertificate
+from farfill.transport.tls import PeerIdentity
 from farfill.verify.link import Ends, LinkMeasurement, LinkReport
 from farfill.verify.link_baseline import check_writable, compare, read_baseline, too_short, write_baseline
 from farfill.verify.link_codecs import measure_here
@@ -37,6 +40,8 @@ from farfill.verify.link_serve import LinkServer
 app = typer.Typer(no_args_is_help=True, help="Measure the path between two sites through the transfer plane.")
 
 Config = Annotated[Path, typer.Option(help="Cluster file.")]
+# A monitor must be able to tell it from a link that could not be measured.
+CHANGED = 3
 
 
 @app.command("serve")
@@ -62,6 +67,7 @@ def serve(
     loaded = load_config(config)
     name = pick_worker(loaded, Role.DECODE, name)
     start_logging(loaded, role="link", site=loaded.config.workers[name].site, name=name)
+    _check_certificate(loaded, name)
     if _near_dials(loaded):
         far_side = _far_side(loaded, far, at)
         run_until_stopped(lambda stop: _serve_dialling(loaded, name, far_side, stop))
@@ -88,7 +94,7 @@ def measure(
     seconds: Annotated[float, typer.Option(min=0.5, max=600, help="For each number of connections.")] = 3.0,
     baseline: Annotated[Path | None, typer.Option(help="Write what was measured there.")] = None,
     against: Annotated[
-        Path | None, typer.Option("--compare", help="A baseline; exit code 1 if the link changed.")
+        Path | None, typer.Option("--compare", help="A baseline; exit code 3 if the link changed.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a PNG there.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
@@ -101,6 +107,8 @@ def measure(
     if plot is not None:
         check_drawable(plot)
     ends = _ends(loaded, name, to, at)
+    setup_logging("warning", loaded.config.logging.format, role="link", site=_site(loaded, ends), name=ends.source)
+    _check_certificate(loaded, ends.source)
     with progress() as report:
         result = asyncio.run(_measure(loaded, ends, seconds, report, listen=listen, transfer_listen=transfer_listen))
     changes = [] if earlier is None else compare(earlier, result)
@@ -115,7 +123,7 @@ def measure(
     if earlier is not None:
         print_changes(Console(stderr=as_json), changes, too_short(earlier, result))
     if any(change.is_change for change in changes):
-        sys.exit(1)
+        sys.exit(CHANGED)
 
 
 async def _serve(
@@ -186,6 +194,21 @@ async def _measure(
         ends, config, seconds=seconds, report=report, near=near, transfer_listen=transfer_address
     )  # fmt: skip
     return await measurement.run()
+
+
+def _check_certificate(loaded: LoadedConfig, name: str) -> None:
+    """Raises CertificateRefusedError: the other side would only break the handshake off."""
+    config, worker, tls = loaded.config, loaded.config.workers[name], read_tls(loaded, name)
+    own = OwnCertificate(
+        identity=PeerIdentity(config.cluster, worker.site, str(worker.role), name),
+        cert=config.tls.cert.format(name=name),
+        ca=config.tls.ca,
+    )
+    own.check(tls.cert_pem, tls.key_pem, tls.ca_pem)
+
+
+def _site(loaded: LoadedConfig, ends: Ends) -> str:
+    return loaded.config.workers[ends.source].site
 
 
 def _near_dials(loaded: LoadedConfig) -> bool:

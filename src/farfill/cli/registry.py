@@ -41,6 +41,7 @@ async def serve_registry(loaded: LoadedConfig, stop: asyncio.Event) -> None:
         ca=config.tls.ca,
         dials=False,
     )
+    own.check(tls.cert_pem, tls.key_pem, tls.ca_pem)
 
     def use(found: TlsMaterial) -> None:
         own.check(found.cert_pem, found.key_pem, found.ca_pem)

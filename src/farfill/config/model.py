@@ -18,7 +18,12 @@ from farfill.core.cluster import Role
 
 
 class KVTransferConfig(Section):
-    chunk_size_mb: int = Field(default=32, ge=1, le=256, description="Largest transfer chunk, in MiB of raw bytes.")
+    chunk_size_mb: int = Field(
+        default=32,
+        ge=1,
+        le=256,
+        description="Largest transfer chunk, in MiB of raw bytes; a quarter of receive_budget_mb where that is less.",
+    )
     compression: Literal["none", "lz4", "zstd", "auto"] = Field(
         default="auto", description="Lossless codec; auto measures link and codec and picks per transfer."
     )

@@ -296,6 +296,7 @@ def _certificates(
         cert=config.tls.cert.format(name=parts.name),
         ca=config.tls.ca,
     )
+    own.check(parts.tls.cert_pem, parts.tls.key_pem, parts.tls.ca_pem)
 
     def use(found: TlsMaterial) -> None:
         pems = (found.cert_pem, found.key_pem, found.ca_pem)

@@ -9,6 +9,8 @@ import pytest
 import yaml
 
 from farfill.cli.main import main
+from farfill.cli.pki import create_pki, members_of
+from farfill.config.load import load_config
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "two-sites.yaml"
 
@@ -136,3 +138,24 @@ def test_link_measure_refuses_a_path_it_cannot_write_before_it_measures(
     path = tmp_path / "missing" / file
     assert call(monkeypatch, "link", "measure", "--config", str(cluster_file), option, str(path)) == 2
     assert f"{path}: cannot be written: No such file or directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "member"),
+    [
+        (["registry"], "registry"),
+        (["link", "measure"], "prefill-far"),
+        (["link", "serve"], "decode-near"),
+    ],
+)
+def test_who_shows_a_certificate_that_peers_refuse_does_not_start(
+    monkeypatch, capsys, cluster_file: Path, command: list[str], member: str
+):
+    pki = cluster_file.parent / "pki"
+    create_pki(pki, members_of(load_config(cluster_file).config), days=1)
+    for kind in ("pem", "key"):
+        (pki / f"{member}.{kind}").write_bytes((pki / f"gateway.{kind}").read_bytes())
+    assert call(monkeypatch, *command, "--config", str(cluster_file)) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert f"tls.cert file:pki/{member}.pem" in said
+    assert "farfill://" in said
