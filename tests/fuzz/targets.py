@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import functools
+import socket
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +25,8 @@ from farfill.kv.lossy import RowGroups, decode_lossy_into, encode_lossy
 from farfill.kv.manifest import build_manifest
 from farfill.transfer.grid import ChunkGrid, unpack_bitmap
 from farfill.transfer.tickets import TicketSigner, TicketVerifier
+from farfill.transport.errors import TransportError
+from farfill.transport.sealed import KEY_BYTES, RECORD_BYTES, SealedReader, SealedWriter
 from farfill.wire.control import EndEvent, TokensEvent
 from farfill.wire.events import MAX_EVENT_BYTES, EventReader, encode_event
 from farfill.wire.frames import (
@@ -31,6 +34,7 @@ from farfill.wire.frames import (
     MAX_CHUNK_BYTES,
     MAX_CONTROL_BYTES,
     AcceptPayload,
+    EarlyGrant,
     FrameHeader,
     FrameType,
     HelloPayload,
@@ -45,7 +49,8 @@ from farfill.wire.frames import (
 from support.pki import make_ticket_keys
 
 MAX_RAW_BYTES = 1024 * 1024
-PAYLOADS = (HelloPayload, ReasonPayload, OpenPayload, AcceptPayload)
+PAYLOADS = (HelloPayload, ReasonPayload, OpenPayload, AcceptPayload, EarlyGrant)
+_SEAL = bytes(KEY_BYTES)
 ITEM_BYTES = (1, 2, 4, 8)
 LOSSLESS = tuple(codec for codec in Codec if not codec.lossy)
 LOSSY_DTYPES = ("bfloat16", "float16", "float32")
@@ -84,7 +89,7 @@ def header(data: bytes) -> bool:
 
 
 def payload(data: bytes) -> bool:
-    """HELLO, REFUSE, OPEN and ACCEPT, and what is made of them."""
+    """HELLO, REFUSE, OPEN, ACCEPT and CREDIT, and what is made of them."""
     if not data:
         return False
     kind = PAYLOADS[data[0] % len(PAYLOADS)]
@@ -158,6 +163,26 @@ def events(data: bytes) -> bool:
     return reader.at_boundary
 
 
+def sealed(data: bytes) -> bool:
+    """What comes on a connection of sealed records, in two parts; the first byte says where it is cut."""
+    if not data:
+        return False
+    near, far = socket.socketpair()
+    with near, far:
+        far.setblocking(False)
+        reader, place, opened = SealedReader(_SEAL, far), memoryview(bytearray(RECORD_BYTES)), 0
+        cut = 1 + data[0] * len(data) // 256
+        try:
+            for part in (data[1:cut], data[cut:]):
+                near.sendall(part)
+                while count := reader.recv_into(place):
+                    opened += count
+        except TransportError:
+            return False
+    assert opened < len(data)
+    return opened > 0
+
+
 def token(data: bytes) -> bool:
     """A ticket as text, and a signed one with other content than a ticket."""
     if not data:
@@ -206,6 +231,7 @@ def _payload_seeds() -> list[bytes]:
         ReasonPayload("bad_frame", "words"),
         OpenPayload("a.b", MANIFEST.digest, 2000, 1, 512, 65536, layout_payload(LAYOUT)),
         AcceptPayload(65536, bytes(-(-ChunkGrid(MANIFEST, 65536).num_chunks // 8))),
+        EarlyGrant(1 << 20, 65536),
     )
     return [
         bytes([number]) + encode_frame(FrameHeader(FrameType.HELLO), value)[HEADER_BYTES:]
@@ -240,6 +266,19 @@ def _event_seeds() -> list[bytes]:
     return [b"\x80" + encode_event(first) + encode_event(last), b"\x00" + encode_event(last)]
 
 
+def _sealed_seeds() -> list[bytes]:
+    seeds = []
+    for sizes in ((64,), (1, 2, 3), (64, 1000, 64)):
+        near, far = socket.socketpair()
+        with near, far:
+            writer = SealedWriter(_SEAL, near)
+            for size in sizes:
+                writer.send(memoryview(bytes(size)))
+            writer.flush()
+            seeds.append(b"\x80" + far.recv(MAX_RAW_BYTES))
+    return seeds
+
+
 def _token_seeds() -> list[bytes]:
     return [
         b"\x01" + _signer().sign(_TICKET).encode(),
@@ -253,6 +292,7 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
     "codec": codec_stream,
     "lossy": lossy_stream,
     "events": events,
+    "sealed": sealed,
     "token": token,
 }
 SEEDS: dict[str, Callable[[], list[bytes]]] = {
@@ -261,5 +301,6 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
     "codec": _codec_seeds,
     "lossy": _lossy_seeds,
     "events": _event_seeds,
+    "sealed": _sealed_seeds,
     "token": _token_seeds,
 }

@@ -13,7 +13,15 @@ import pytest
 
 from fuzz.targets import MAX_RAW_BYTES, SEEDS, TARGETS
 
-INPUTS = {"header": 40_000, "payload": 40_000, "events": 40_000, "codec": 5_000, "lossy": 2_000, "token": 4_000}
+INPUTS = {
+    "header": 40_000,
+    "payload": 40_000,
+    "events": 40_000,
+    "sealed": 4_000,
+    "codec": 5_000,
+    "lossy": 2_000,
+    "token": 4_000,
+}
 GUIDED_INPUTS = 100_000
 # The largest declared size, its planes, and an input.
 PEAK_BYTES = 8 * MAX_RAW_BYTES
