@@ -261,3 +261,30 @@ async def test_link_that_trickles_is_given_up_by_the_rate_it_had(ends: Ends) -> 
     # A PING may wait behind the trickle for so long that the sender gives its connections up, and then the transfer.
     assert "did not come whole" in result.detail or "not confirmed" in result.detail
     moving.check_prefix(result)
+
+
+async def test_prefill_that_is_slow_says_nothing_of_the_link(ends: Ends) -> None:
+    """Pieces come one after the other, each when the one before has arrived: a round trip for each."""
+    await ends.start()
+    with Relay(ends.receiver.address, delay_s=0.06) as relay:
+        await Moving(ends, relay.address, timeout_s=30).both()
+        (link,) = ends.sender._links.values()
+        before, _ = link.measured()
+        assert before is not None
+        ticket = ends.ticket(NUM_TOKENS)
+        slot = BytesSlot(ends.manifest(NUM_TOKENS))
+        expected = ends.receiver.expect(ticket, slot, timeout_s=30)
+        outgoing = ends.sender.begin(ticket, ends.sign(ticket), relay.address, slot.manifest, timeout_s=30)
+        pieces, confirmed = make_pieces(slot.manifest), ends.receiver_seen.counts
+        for group in range(0, len(pieces), 4):
+            chunks = confirmed["received:none"]
+            outgoing.offer(pieces[group : group + 4])
+            async with asyncio.timeout(10):
+                while confirmed["received:none"] < chunks + len(pieces[group : group + 4]):
+                    await asyncio.sleep(0.002)
+        outgoing.finish()
+        assert (await expected.wait()).complete
+        await outgoing.wait()
+        after, _ = link.measured()
+        assert after is not None
+        assert after > 0.6 * before

@@ -29,8 +29,8 @@ class LinkEstimate:
     """Rate and RTT of one link.
 
     The rate is goodput while the link was busy: bytes acknowledged over windows during which something was
-    always outstanding. Idle time never lowers it. A window in which an encoder may have been the bottleneck
-    is a lower bound only: it can raise the estimate, never lower it.
+    always outstanding. Idle time never lowers it. A window in which an encoder may have been the bottleneck,
+    or prefill, is a lower bound only: it can raise the estimate, never lower it.
     """
 
     def __init__(self) -> None:
@@ -55,6 +55,10 @@ class LinkEstimate:
         if self._window_start_s is None:
             self._start_window(now_s)
         self._full_rate = self._full_rate and at_full_rate
+
+    def starved(self) -> None:
+        """The link could have carried more than there was to send."""
+        self._full_rate = False
 
     def acknowledged(self, wire_bytes: int, now_s: float, *, still_busy: bool) -> None:
         """`wire_bytes` arrived at the other side; `still_busy` tells whether more is outstanding."""

@@ -186,10 +186,15 @@ class PeerLink:
         if not wire_bytes:
             return
         self._encoder.settled(wire_bytes, raw_bytes)
+        starved = self._outbox.starved
         with self._lock:
             withheld = self._allowance.settled(wire_bytes)
             changed = self._path.settled(
-                wire_bytes, self.clock.now_s(), arrived=raw_bytes > 0, still_busy=self._allowance.unsettled_bytes > 0
+                wire_bytes,
+                self.clock.now_s(),
+                arrived=raw_bytes > 0,
+                still_busy=self._allowance.unsettled_bytes > 0,
+                starved=starved,
             )
         if withheld:
             self._lanes.wake()

@@ -56,6 +56,12 @@ class Outbox:
         with self._lock:
             return not (self._transfers or self._control)
 
+    @property
+    def starved(self) -> bool:
+        """Whether no chunk waits although prefill has more to come: then it is not the link that is slow."""
+        transfers = self.transfers()
+        return any(transfer.awaits_pieces for transfer in transfers) and not any(t.waiting_chunks for t in transfers)
+
     def queue_control(self, transfer: PushedTransfer, control: Control | ReasonPayload) -> None:
         """Say this before any chunk."""
         with self._lock:

@@ -268,6 +268,11 @@ class PushedTransfer:
         return self._machine.waiting
 
     @property
+    def awaits_pieces(self) -> bool:
+        """Whether `finish` was not called yet."""
+        return self._machine.awaits_pieces
+
+    @property
     def waiting_bytes(self) -> int:
         """About so much waits to be pulled."""
         return self._machine.waiting * self.chunk_bytes

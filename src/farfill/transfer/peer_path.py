@@ -43,8 +43,12 @@ class PeerPath:
         """A chunk left; `at_full_rate`: nothing but the link slowed it down."""
         self._estimate.busy(now_s, at_full_rate=at_full_rate)
 
-    def settled(self, wire_bytes: int, now_s: float, *, arrived: bool, still_busy: bool) -> bool:
-        """A chunk is no longer on its way. Whether the rate is another one now."""
+    def settled(self, wire_bytes: int, now_s: float, *, arrived: bool, still_busy: bool, starved: bool) -> bool:
+        """A chunk is no longer on its way. Whether the rate is another one now. `starved`: no other chunk waits, and
+        prefill has more to come.
+        """
+        if starved:
+            self._estimate.starved()
         before = self._estimate.rate_bytes_per_s
         self._watch.acked(wire_bytes)
         self._estimate.acknowledged(wire_bytes if arrived else 0, now_s, still_busy=still_busy)

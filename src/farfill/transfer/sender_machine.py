@@ -117,6 +117,11 @@ class SenderMachine:
         return len(self._pending)
 
     @property
+    def awaits_pieces(self) -> bool:
+        """Whether more is to be offered."""
+        return not self._finished and self.ended is None
+
+    @property
     def inflight(self) -> int:
         """Chunks sent and not yet acknowledged."""
         return len(self._inflight)

@@ -62,3 +62,15 @@ def test_smoothed_value_stays_between_its_samples(samples: list[float]) -> None:
     assert value.value is not None
     assert min(samples) <= value.value * 1.000001
     assert value.value <= max(samples) * 1.000001
+
+
+def test_windows_that_waited_for_prefill_raise_the_estimate_but_never_lower_it() -> None:
+    estimate = LinkEstimate()
+    after_s = drive(estimate, 100 * MIB, 0.0)
+    for step in range(50):
+        estimate.busy(after_s + step * 0.1)
+        estimate.starved()
+        estimate.acknowledged(MIB, after_s + (step + 1) * 0.1, still_busy=step < 49)
+    assert estimate.rate_bytes_per_s == pytest.approx(100 * MIB, rel=0.01)
+    drive(estimate, 10 * MIB, after_s + 60)
+    assert estimate.rate_bytes_per_s < 50 * MIB
