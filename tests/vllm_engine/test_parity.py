@@ -70,15 +70,8 @@ def test_bfloat16_parts_from_a_prompt_in_one_go_at_ties_only(pair: Pair) -> None
     parted = 0
     for length in _bfloat16_lengths(pair):
         prompt = prompt_of(length)
-        near = local(pair.decode, prompt, replace(GREEDY, logprobs=2))[0]
         remote = far(pair.prefill, pair.decode, prompt).choices[0].token_ids
-        at = next((i for i, pair in enumerate(zip(near.token_ids, remote, strict=True)) if pair[0] != pair[1]), None)
-        if at is None:
-            continue
-        parted += 1
-        _, (first, second) = near.logprobs[at]
-        assert remote[at] in (first.token_id, second.token_id), f"{length} tokens, at {at}"
-        assert first.logprob - second.logprob <= BFLOAT16_TIE, f"{length} tokens, at {at}"
+        parted += _parts_at_a_tie(pair, prompt, remote)
     assert parted <= len(_bfloat16_lengths(pair)) // 2
 
 
@@ -94,6 +87,18 @@ def test_a_prompt_of_one_token_is_refused_and_vllm_lives(pair: Pair) -> None:
     for sampling in (GREEDY, seeded):
         assert len(local(pair.decode, (5, 6), sampling)[0].token_ids) == 24
         assert len(far(pair.prefill, pair.decode, (5, 6, 7), sampling).choices[0].token_ids) == 24
+
+
+def _parts_at_a_tie(pair: Pair, prompt: tuple[int, ...], found: list[int]) -> bool:
+    """Whether `found` is not what one vLLM says after `prompt`; fails where it parts from that at no tie."""
+    near = local(pair.decode, prompt, replace(GREEDY, logprobs=2))[0]
+    at = next((i for i, both in enumerate(zip(near.token_ids, found, strict=True)) if both[0] != both[1]), None)
+    if at is None:
+        return False
+    _, (first, second) = near.logprobs[at]
+    assert found[at] in (first.token_id, second.token_id), f"{len(prompt)} tokens, at {at}"
+    assert first.logprob - second.logprob <= BFLOAT16_TIE, f"{len(prompt)} tokens, at {at}"
+    return True
 
 
 def _bfloat16_lengths(pair: Pair) -> list[int]:
@@ -140,7 +145,9 @@ def test_a_prefix_that_vllm_has_itself_and_the_rest_from_far(pair: Pair) -> None
     second = far(pair.prefill, pair.decode, prompt, salt="twice")
     longer = far(pair.prefill, pair.decode, prompt + prompt_of(300), salt="twice")
     assert second.choices[0].token_ids == first.choices[0].token_ids
-    assert longer.choices[0].token_ids == local(pair.decode, prompt + prompt_of(300))[0].token_ids
+    # vLLM cuts its own prompt elsewhere, and so rounds otherwise, where a state is kept in bfloat16.
+    parted = _parts_at_a_tie(pair, prompt + prompt_of(300), longer.choices[0].token_ids)
+    assert not parted or pair.decode.info.layout.tensors[0].dtype == "bfloat16"
 
 
 def test_part_of_a_transfer_is_continued_from(pair: Pair) -> None:
