@@ -182,8 +182,8 @@ async def test_slow_link_is_not_silence(ends: Ends) -> None:
     """One chunk takes far longer than the timeout: its bytes count as signs of life."""
     ends.sender = ends.make_sender(config=config(connections=1))
     await ends.start()
-    with Relay(ends.receiver.address, rate_bytes_per_s=2 * MIB) as relay:
-        moving = Moving(ends, relay.address, timeout_s=0.3)
+    with Relay(ends.receiver.address, rate_bytes_per_s=MIB) as relay:
+        moving = Moving(ends, relay.address, timeout_s=0.6)
         result, error = await moving.both()
     assert error is None
     assert result.complete

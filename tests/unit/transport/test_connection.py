@@ -227,7 +227,7 @@ def test_violation_gets_a_last_word_before_the_end(pair: Pair) -> None:
     assert len(pair[1].session.violations) == 1
 
 
-def test_crash_in_the_session_ends_the_connection_only(pair: Pair) -> None:
+def test_crash_in_the_session_ends_the_connection_only(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     def crash(header: FrameHeader, payload: memoryview, now_s: float) -> None:
         raise ZeroDivisionError
 
@@ -235,6 +235,8 @@ def test_crash_in_the_session_ends_the_connection_only(pair: Pair) -> None:
     pair[0].session.queue(OutgoingFrame(encode_frame(FrameHeader(FrameType.PING))))
     eventually(lambda: all(side.session.errors for side in pair))
     assert isinstance(pair[1].session.errors[0], ZeroDivisionError)
+    assert "connection_crashed" in caplog.text
+    caplog.clear()  # elsewhere no test may see one
 
 
 def test_chunk_without_a_place_is_not_read_until_there_is_one(pair: Pair) -> None:
