@@ -17,7 +17,7 @@ MAX_TLS_RECORD_BYTES = 17 * 1024
 MAX_AWAITED_BYTES = 128 * 1024
 # Who waits for as much as the window of a young connection reads only when the sender has stopped, and so the kernel
 # never sees a reason to widen it. The window is about half of the buffer.
-AWAITED_PART = 8
+AWAITED_PART = 4
 PREFERRED_CONGESTION = b"bbr"  # loss on a WAN starves the usual default
 
 _TCP_INFO = getattr(socket, "TCP_INFO", None)
