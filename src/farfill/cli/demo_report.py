@@ -66,7 +66,9 @@ def _where(record: RequestRecord) -> str:
 
 
 def _why(record: RequestRecord) -> str:
-    uncached, threshold = _count(record.uncached_tokens), _count(record.threshold_tokens)
+    # Of a short prompt the gateway knew a bound only (ADR 0024); the worker has counted since.
+    uncached = _count(min(record.uncached_tokens, record.prompt_tokens or record.uncached_tokens))
+    threshold = _count(record.threshold_tokens)
     comparison = {"above_threshold": "at or above", "below_threshold": "below"}.get(record.reason)
     if comparison is None:
         return record.reason

@@ -192,3 +192,10 @@ def test_ports_are_not_given_twice() -> None:
     """Whoever was given one may bind it only later."""
     given = [port for _ in range(300) for port in free_ports(3)]
     assert len(set(given)) == len(given)
+
+
+def test_a_short_prompt_is_told_with_what_its_worker_counted():
+    """The gateway decides on a bound of it."""
+    near = {"placement": "local", "reason": "below_threshold", "prefill": None}
+    text = shown(msgspec.structs.replace(RECORD, prompt_tokens=37, uncached_tokens=179, **near))
+    assert "37 uncached tokens are below the threshold of 512" in text
