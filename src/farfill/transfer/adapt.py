@@ -6,7 +6,8 @@ each stream has the codec that is best for it, or none. In windows of coded send
 per second. When C does not beat P, or P is old (an encoder at its limit hides how fast the link is), chunks travel
 plain for a few windows: the two rates, measured one after the other, decide. One such comparison may have measured
 what else the machine did: coded sending has lost when it lost two in a row. What lost is not tried again for a while,
-longer each time.
+longer each time. Slower means in sum and in the window in the middle: a single stall, as of BBR looking for the least
+round trip, takes much of a sum, and what a codec costs slows every window.
 
 Windows begin with an acknowledgement, after everything sent the other way has arrived, so that each measures one
 thing, and neither an idle link nor a first round trip.
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from statistics import median
 
 from farfill.core.layout import TensorKind
 from farfill.kv.codec import Codec, CodecSample, choose_codec
@@ -131,21 +133,20 @@ class CodecChooser:
         if self._coded:
             self._coded_windows.add(window_bytes, elapsed)
             self._coded_s += elapsed
-            coded, plain = self._coded_windows.mean(VERDICT_S), self._plain_windows.mean(GUESS_S)
-            lost = coded is not None and plain is not None and coded < MARGIN * plain
+            lost = self._coded_windows.seconds >= VERDICT_S and self._coded_windows.beaten_by(self._plain_windows)
             if lost or self._coded_s >= self._probe_every_s * (1.0 if self.link_bound else EARLY):
                 self._probing, self._plain_windows = True, _Windows()
                 self._switch(coded=False)
             return
         self._plain_windows.add(window_bytes, elapsed)
-        if self._probing and (plain := self._plain_windows.mean(VERDICT_S)) is not None:
-            self._compare(plain, now_s)
+        if self._probing and self._plain_windows.seconds >= VERDICT_S:
+            self._compare(now_s)
 
-    def _compare(self, plain: float, now_s: float) -> None:
+    def _compare(self, now_s: float) -> None:
         """Plain sending was measured again, right after coded sending."""
-        coded = self._coded_windows.mean(GUESS_S)
+        lost = self._coded_windows.beaten_by(self._plain_windows)
         self._probing, self._coded_windows, self._coded_s = False, _Windows(), 0.0
-        if coded is None or coded >= MARGIN * plain:
+        if not lost:
             self._probe_every_s = min(self._probe_every_s * PROBE_GROWTH, LAST_PROBE_S)
             self._penalty_s, self._losses = FIRST_PENALTY_S, 0
             return
@@ -169,16 +170,26 @@ class _Windows:
     def __init__(self) -> None:
         self._windows: deque[tuple[int, float]] = deque()
         self._bytes = 0
-        self._s = 0.0
+        self.seconds = 0.0
 
     def add(self, window_bytes: int, seconds: float) -> None:
         """One window more."""
         self._windows.append((window_bytes, seconds))
-        self._bytes, self._s = self._bytes + window_bytes, self._s + seconds
-        while self._s - self._windows[0][1] >= VERDICT_S:
+        self._bytes, self.seconds = self._bytes + window_bytes, self.seconds + seconds
+        while self.seconds - self._windows[0][1] >= VERDICT_S:
             old_bytes, old_s = self._windows.popleft()
-            self._bytes, self._s = self._bytes - old_bytes, self._s - old_s
+            self._bytes, self.seconds = self._bytes - old_bytes, self.seconds - old_s
 
     def mean(self, least_s: float) -> float | None:
         """Bytes per second; None while they are shorter than `least_s` together."""
-        return self._bytes / self._s if self._s >= least_s else None
+        return self._bytes / self.seconds if self.seconds >= least_s else None
+
+    def beaten_by(self, plain: _Windows) -> bool:
+        """Whether these, of coded sending, do not beat `plain`; False where either side says too little."""
+        both = self.mean(GUESS_S), plain.mean(GUESS_S)
+        if both[0] is None or both[1] is None:
+            return False
+        return both[0] < MARGIN * both[1] and self._middle() < MARGIN * plain._middle()
+
+    def _middle(self) -> float:
+        return median(window_bytes / seconds for window_bytes, seconds in self._windows)

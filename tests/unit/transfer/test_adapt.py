@@ -31,6 +31,7 @@ class SimulatedLink:
         self.queue = queue * MIB
         self.chunk = round(self.link / 100)
         self.now_s = 0.0
+        self.stall_s = 0.0
         self.raw_bytes = 0.0
         self.codecs: list[tuple[float, Codec]] = []
 
@@ -56,7 +57,8 @@ class SimulatedLink:
 
     def _arrive(self, chunk: tuple[int, Codec]) -> None:
         wire, codec = chunk
-        self.now_s += max(wire / self.link, self.chunk / self.coded if codec else 0.0)
+        self.now_s += self.stall_s + max(wire / self.link, self.chunk / self.coded if codec else 0.0)
+        self.stall_s = 0.0
         self.raw_bytes += self.chunk
         self.chooser.settled(wire, self.chunk, self.now_s)
 
@@ -129,6 +131,19 @@ def test_one_disturbed_moment_does_not_stop_a_codec_that_pays(disturbed_s: float
     later_s = link.now_s
     link.run(4.0)
     assert link.share(Codec.ZSTD, since_s=later_s) > 0.7
+
+
+@pytest.mark.parametrize("stall_s", [0.1, 0.2, 0.3])
+def test_a_stall_of_the_link_is_not_the_codecs(stall_s: float) -> None:
+    """BBR sends next to nothing for 0.2 s every ten seconds."""
+    link = SimulatedLink(chooser_with(FAST_CODEC), link=100, coded=900, ratio=1.48)
+    link.run(1.0)
+    for _ in range(3):
+        stalled_s = link.now_s
+        link.stall_s = stall_s
+        link.run(0.9)
+        assert link.share(Codec.ZSTD, since_s=stalled_s) == 1.0
+        link.run(10.0)
 
 
 def test_each_failure_is_followed_by_a_longer_pause() -> None:
