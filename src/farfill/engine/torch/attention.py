@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from farfill.core.errors import ConfigError, ModelUnsupportedError
+from farfill.engine.torch import kernels
 from farfill.engine.torch.step import RaggedRows
 
 # Names known to transformers: over its sdpa, or over the model's own formula ("eager" there).
@@ -117,17 +118,25 @@ def _ragged_attention(
     if unknown:
         raise ModelUnsupportedError(f"{type(module).__name__} needs attention with {', '.join(unknown)}")
     batch, heads, _, dim = query.shape
-    keys, values = _split(key), _split(value)
-    kv_heads = keys[0].shape[1]
+    by_formula = softcap is not None or s_aux is not None
+    scale = dim**-0.5 if scaling is None else scaling
+    ragged = isinstance(key, RaggedRows) and isinstance(value, RaggedRows)
+    kv_heads = key.shape[0] if ragged else key.shape[1]
     # One query token: the heads that share a KV head become its query rows, so KV is never repeated.
     packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
-    if softcap is None and s_aux is None:
+    if ragged and key.readable and query.dtype is key.dtype and not by_formula:
+        output = kernels.attend(
+            packed, key.addresses, value.addresses, key.counts, value_dim=value.shape[1], scale=scale
+        )
+        return output.view(batch, 1, heads, -1)
+    keys, values = _split(key), _split(value)
+    if not by_formula:
         outputs = [
-            scaled_dot_product_attention(packed.narrow(0, row, 1), keys[row], values[row], scale=scaling)
+            scaled_dot_product_attention(packed.narrow(0, row, 1), keys[row], values[row], scale=scale)
             for row in range(batch)
         ]
     else:
-        formula = _Explicit(dim**-0.5 if scaling is None else scaling, softcap, s_aux)
+        formula = _Explicit(scale, softcap, s_aux)
         outputs = [formula(packed.narrow(0, row, 1), keys[row], values[row]) for row in range(batch)]
     output = torch.cat(outputs) if batch > 1 else outputs[0]
     return output.reshape(batch, 1, heads, output.shape[-1])
@@ -136,7 +145,7 @@ def _ragged_attention(
 def _split(rows: Any) -> Sequence[torch.Tensor]:
     """One tensor a sequence, without the empty rows of a padded one."""
     if isinstance(rows, RaggedRows):
-        return rows
+        return rows.tensors()
     tokens = _ragged_tokens.get()
     assert tokens is not None
     return [rows[row : row + 1, :, :count] for row, count in enumerate(tokens)]

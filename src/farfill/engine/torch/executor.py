@@ -14,9 +14,10 @@ import torch
 from farfill.core.errors import ModelUnsupportedError
 from farfill.core.layout import KVLayout
 from farfill.engine.executor import Capabilities, SequenceKV
+from farfill.engine.torch import kernels
 from farfill.engine.torch.attention import ragged_step
 from farfill.engine.torch.host import pin_thread, trim_memory
-from farfill.engine.torch.kv import KVSpec, TorchKV
+from farfill.engine.torch.kv import KVSpec, TorchKV, is_state
 from farfill.engine.torch.step import StepCache
 from farfill.engine.torch.vision import VisionPrompt
 
@@ -35,6 +36,9 @@ class TorchExecutor:
         self._step_class = _step_class(model)
         self._takes_positions = "position_ids" in inspect.signature(self._decoder.forward).parameters
         self._cpus: frozenset[int] = frozenset()
+        if spec.device.type == "cpu":
+            for name in {tensor.dtype for tensor in spec.layout.tensors if not is_state(tensor)}:
+                kernels.prepare(getattr(torch, name))
         self.on_progress: Callable[[], None] = lambda: None
         self._after_layer: Callable[[int], None] | None = None
         # A chunk may take longer than peers put up with silence; a layer does not.

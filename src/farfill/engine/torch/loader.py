@@ -31,7 +31,7 @@ from farfill.engine.torch.processor import TorchMedia, open_media
 from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
 from farfill.engine.torch.vision import FAMILIES, TextPart, VisionPart
 
-ENGINE_VERSION = "torch-2"
+ENGINE_VERSION = "torch-3"
 
 _REQUIRED = ("config.json", "tokenizer.json")
 # A model without positions goes on for ever; something has to bound what one request may ask for.

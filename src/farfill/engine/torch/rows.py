@@ -8,12 +8,21 @@ keeps) in a buffer with some slack, so that a decode step appends and only somet
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import NamedTuple
 
 import torch
 
 WINDOW_SLACK_TOKENS = 64
 
 KeysAndValues = tuple[torch.Tensor, torch.Tensor]
+
+
+class NewRow(NamedTuple):
+    """The buffer row of a new token, and those that it may look at: `seen` from `first` on, its own included."""
+
+    row: int
+    first: int
+    seen: int
 
 
 class Rows(ABC):
@@ -31,10 +40,20 @@ class Rows(ABC):
         self._all_keys = key_rows.transpose(0, 1).unsqueeze(0)
         self._all_values = value_rows.transpose(0, 1).unsqueeze(0)
         self.length = 0
+        # Where row 0 is, and the bytes from a row to the next: (keys, values).
+        self.addresses = key_rows.data_ptr(), value_rows.data_ptr()
+        self.row_bytes = (
+            key_rows.stride(0) * key_rows.element_size(),
+            value_rows.stride(0) * value_rows.element_size(),
+        )
 
     @abstractmethod
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeysAndValues:
         """Add [1, heads, q, dim]; everything the new tokens may look at, they included, in the same shape."""
+
+    @abstractmethod
+    def extend(self) -> NewRow:
+        """Make room for one more token, whose keys and values the caller writes."""
 
     @abstractmethod
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -56,11 +75,13 @@ class Rows(ABC):
         """Forget the tokens after the first `tokens`; those before are all still there after one decode step."""
         self.length = tokens
 
-    def _write(self, row: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def write(self, row: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Put [1, heads, q, dim] into rows `row` and on."""
         self._all_keys.narrow(2, row, key_states.shape[-2]).copy_(key_states)
         self._all_values.narrow(2, row, value_states.shape[-2]).copy_(value_states)
 
-    def _seen(self, row: int, count: int) -> KeysAndValues:
+    def seen(self, row: int, count: int) -> KeysAndValues:
+        """Rows [row, row + count) as [1, heads, count, dim]."""
         return self._all_keys.narrow(2, row, count), self._all_values.narrow(2, row, count)
 
 
@@ -69,9 +90,14 @@ class FullRows(Rows):
 
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> KeysAndValues:
         """All tokens so far."""
-        self._write(self.length, key_states, value_states)
+        self.write(self.length, key_states, value_states)
         self.length += key_states.shape[-2]
-        return self._seen(0, self.length)
+        return self.seen(0, self.length)
+
+    def extend(self) -> NewRow:
+        """The next row, after all before it."""
+        self.length += 1
+        return NewRow(self.length - 1, 0, self.length)
 
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """All of them, from position 0."""
@@ -107,9 +133,17 @@ class WindowRows(Rows):
             return self._replace(key_states, value_states, first, seen)
         if self.length + new - self.base > rows:
             self._shift(first, seen)
-        self._write(self.length - self.base, key_states, value_states)
+        self.write(self.length - self.base, key_states, value_states)
         self.length += new
-        return self._seen(first - self.base, seen + new)
+        return self.seen(first - self.base, seen + new)
+
+    def extend(self) -> NewRow:
+        """The next row, after the window."""
+        first = max(self.base, self.length - self.window)
+        if self.length + 1 - self.base > self.key_rows.shape[0]:
+            self._shift(first, self.length - first)
+        self.length += 1
+        return NewRow(self.length - 1 - self.base, first - self.base, self.length - first)
 
     def mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The window and the new tokens."""
@@ -142,11 +176,11 @@ class WindowRows(Rows):
 
     def _replace(self, key_states: torch.Tensor, value_states: torch.Tensor, first: int, seen: int) -> KeysAndValues:
         """Append more than the buffer holds: attention sees all of it, the buffer keeps the end."""
-        old_keys, old_values = self._seen(first - self.base, seen)
+        old_keys, old_values = self.seen(first - self.base, seen)
         keys = torch.cat([old_keys, key_states], dim=2)
         values = torch.cat([old_values, value_states], dim=2)
         kept = min(self.window, keys.shape[2])
         self.length += key_states.shape[-2]
         self.base = self.length - kept
-        self._write(0, keys[:, :, -kept:], values[:, :, -kept:])
+        self.write(0, keys[:, :, -kept:], values[:, :, -kept:])
         return keys, values

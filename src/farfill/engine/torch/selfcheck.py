@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import blake3
+import numba
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -146,7 +147,12 @@ class CheckMemory:
 
     def __init__(self, folder: Path, fingerprint: str, settings: Sequence[str]) -> None:
         digest = blake3.blake3(fingerprint.encode())
-        versions = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability())
+        versions = (
+            torch.__version__,
+            transformers.__version__,
+            numba.__version__,
+            torch.backends.cpu.get_cpu_capability(),
+        )
         digest.update(repr((*settings, *versions)).encode())
         # Whatever changes in this package may change what it can do.
         for source in sorted(Path(__file__).parent.rglob("*.py")):

@@ -4,9 +4,9 @@ New rows go straight into each sequence's buffer. States are worked on as copies
 models change them in place; `commit` writes them back, so a step that fails leaves every sequence as it was (rows
 it added do not count until then).
 
-A *ragged* step adds one token to each of many sequences. Nothing is padded: attention layers hand out one tensor
-per sequence, and the attention function (see `attention`) looks at each for itself. Latents (MLA) are first expanded
-by the model, so they are handed out as one tensor with empty rows at the end, which attention leaves out.
+A *ragged* step adds one token to each of many sequences. Nothing is padded: attention layers tell where each
+sequence's rows are, and the attention function (see `attention`) looks at each for itself. Latents (MLA) are first
+expanded by the model, so they are handed out as one tensor with empty rows at the end, which attention leaves out.
 """
 
 from __future__ import annotations
@@ -14,16 +14,64 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
 from farfill.core.layout import TensorKind
+from farfill.engine.torch import kernels
 from farfill.engine.torch.kv import LayerKV, TorchKV, is_state
 from farfill.engine.torch.rows import KeysAndValues, Rows
 
 
-class RaggedRows(list[torch.Tensor]):
-    """Keys or values of one layer, one [1, heads, tokens, dim] tensor a sequence."""
+class RaggedRows:
+    """Keys or values of one layer: what each sequence's new token may look at.
+
+    `side`: 0 for keys, 1 for values. `spans` are (first row, rows) of each sequence's buffer.
+    """
+
+    __slots__ = ("rows", "side", "spans")
+
+    def __init__(self, rows: Sequence[Rows], spans: Sequence[tuple[int, int]], side: int) -> None:
+        self.rows = rows
+        self.spans = spans
+        self.side = side
+
+    @property
+    def shape(self) -> torch.Size:
+        """[heads, dim] of a row."""
+        return self._buffer.shape[1:]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of their numbers."""
+        return self._buffer.dtype
+
+    @property
+    def readable(self) -> bool:
+        """Whether `addresses` can be made use of (see `kernels`)."""
+        return kernels.supports(self._buffer)
+
+    @property
+    def counts(self) -> npt.NDArray[np.int64]:
+        """Rows of each sequence."""
+        return np.array([count for _, count in self.spans], np.int64)
+
+    @property
+    def addresses(self) -> npt.NDArray[np.int64]:
+        """Where the first of them is, of each sequence."""
+        side, nbytes = self.side, self.rows[0].row_bytes[self.side]
+        firsts = [rows.addresses[side] + first * nbytes for rows, (first, _) in zip(self.rows, self.spans, strict=True)]
+        return np.array(firsts, np.int64)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """[1, heads, rows, dim] of each sequence."""
+        return [rows.seen(*span)[self.side] for rows, span in zip(self.rows, self.spans, strict=True)]
+
+    @property
+    def _buffer(self) -> torch.Tensor:
+        return self.rows[0].value_rows if self.side else self.rows[0].key_rows
 
 
 class _AttentionStep(CacheLayerMixin):
@@ -48,14 +96,13 @@ class _AttentionStep(CacheLayerMixin):
             return self._append_and_look_ahead(key_states, value_states)
         if not self._ragged:
             return self._rows[0].append(key_states, value_states)
-        all_keys, all_values = RaggedRows(), RaggedRows()
-        for row, sequence in enumerate(self._rows):
-            keys, values = sequence.append(key_states.narrow(0, row, 1), value_states.narrow(0, row, 1))
-            if self._chunk_tokens:
-                keys, values = self._own_chunk(keys, sequence.length), self._own_chunk(values, sequence.length)
-            all_keys.append(keys)
-            all_values.append(values)
-        return (_pad(all_keys), _pad(all_values)) if self._dense else (all_keys, all_values)
+        new = [sequence.extend() for sequence in self._rows]
+        self._write([row for row, _, _ in new], key_states, value_states)
+        spans = [(first, count) for _, first, count in new]
+        if self._chunk_tokens:
+            spans = [self._own_chunk(sequence.length, *span) for sequence, span in zip(self._rows, spans, strict=True)]
+        keys, values = RaggedRows(self._rows, spans, 0), RaggedRows(self._rows, spans, 1)
+        return (_pad(keys.tensors()), _pad(values.tensors())) if self._dense else (keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(keys seen by the next step, position of the first)."""
@@ -75,10 +122,22 @@ class _AttentionStep(CacheLayerMixin):
         keys, values = self._rows[0].append(key_states[:, :, :kept], value_states[:, :, :kept])
         return torch.cat([keys, key_states[:, :, kept:]], dim=2), torch.cat([values, value_states[:, :, kept:]], dim=2)
 
-    def _own_chunk(self, seen: torch.Tensor, length: int) -> torch.Tensor:
-        """The last token's own run of `_chunk_tokens` tokens, up to it."""
-        count = (length - 1) % self._chunk_tokens + 1
-        return seen.narrow(2, seen.shape[2] - count, count)
+    def _write(self, at: Sequence[int], key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Put each sequence's new token into its row."""
+        sides = ((key_states, self._rows[0].key_rows), (value_states, self._rows[0].value_rows))
+        if not all(kernels.supports(buffer) and states.dtype is buffer.dtype for states, buffer in sides):
+            for index, (sequence, row) in enumerate(zip(self._rows, at, strict=True)):
+                sequence.write(row, key_states.narrow(0, index, 1), value_states.narrow(0, index, 1))
+            return
+        for side, (states, _) in enumerate(sides):
+            nbytes = self._rows[0].row_bytes[side]
+            targets = [rows.addresses[side] + row * nbytes for rows, row in zip(self._rows, at, strict=True)]
+            kernels.put(states, np.array(targets, np.int64))
+
+    def _own_chunk(self, length: int, first: int, count: int) -> tuple[int, int]:
+        """Of the rows seen, the last token's own run of `_chunk_tokens` tokens, up to it."""
+        own = (length - 1) % self._chunk_tokens + 1
+        return first + count - own, own
 
 
 class _StateStep(LinearAttentionLayer):
@@ -167,7 +226,7 @@ class StepCache(Cache):
             sequence.tokens += new_tokens
 
 
-def _pad(rows: RaggedRows) -> torch.Tensor:
+def _pad(rows: Sequence[torch.Tensor]) -> torch.Tensor:
     """[batch, heads, longest, dim], each sequence's rows first."""
     if len(rows) == 1:
         return rows[0]
