@@ -159,6 +159,14 @@ async def test_near_side_with_another_name_is_called_that(pki: Pki):
     assert "is farfill link serve running" not in str(caught.value)
 
 
+async def test_a_kv_port_is_called_that_and_not_quoted(pki: Pki):
+    """Its first bytes are no HTTP: nobody wants them on the terminal."""
+    async with near_side(pki) as (server, _):
+        with pytest.raises(LinkTestError, match="is not farfill link serve") as caught:
+            await measurement(pki, server.transfer_address).run()
+    assert str(caught.value).isprintable()
+
+
 async def test_another_role_may_not_measure(pki: Pki):
     async with near_side(pki) as (_, control):
         with pytest.raises(LinkTestError, match="403 only prefill workers of test"):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
+import structlog
 import typer
 
 from farfill.cli.run_role import pick_worker, run_until_stopped, start_logging
+from farfill.config.checks import lets_in_nobody
 from farfill.config.load import LoadedConfig, check_model_files, load_config
 from farfill.core.cluster import Role
+
+log = structlog.get_logger(__name__)
 
 
 def decode(
@@ -32,6 +36,12 @@ def run_worker_named(loaded: LoadedConfig, name: str) -> None:
     check_model_files(loaded)
     worker = loaded.config.workers[name]
     start_logging(loaded, role=str(worker.role), site=worker.site, name=name)
+    if lets_in_nobody(loaded.config, name):
+        log.warning(
+            "allowed_peers_let_in_nobody",
+            allowed_peers=loaded.config.kv_transfer.allowed_peers,
+            fix="name the workers that this one exchanges KV with in kv_transfer.allowed_peers, such as far/prefill/*",
+        )
     # Workers load torch; the other commands must not.
     from farfill.worker.serve import run_worker
 

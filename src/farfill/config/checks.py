@@ -119,6 +119,20 @@ def _peer_problems(config: ClusterConfig) -> Iterator[Problem]:
         )
 
 
+def lets_in_nobody(config: ClusterConfig, name: str) -> bool:
+    """Whether `allowed_peers` fits no worker of this file that `name` could exchange KV with, though there are some.
+
+    Not wrong in every file: a site's own may name only the workers that others let in.
+    """
+    patterns, own = config.kv_transfer.allowed_peers, config.workers[name].role
+    paths = [
+        f"{worker.site}/{worker.role}/{other}"
+        for other, worker in config.workers.items()
+        if other != name and (worker.role is not own or own is Role.MIXED)
+    ]
+    return bool(patterns and paths) and not any(fnmatchcase(path, one) for path in paths for one in patterns)
+
+
 def _engine_problems(config: ClusterConfig) -> Iterator[Problem]:
     engine = config.engine
     if engine.prefix_cache_mb > engine.kv_cache_mb:

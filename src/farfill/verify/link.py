@@ -369,6 +369,11 @@ class _DialledNearSide:
                 return body
         except aiohttp.ClientConnectorCertificateError as error:
             raise LinkTestError(f"{self._url}: {_certificate_problem(error.certificate_error)}") from error
+        except aiohttp.ClientResponseError as error:
+            # What came is no HTTP; aiohttp's words quote it, bytes and all.
+            raise LinkTestError(
+                f"{self._url}: what answers there is not farfill link serve (it may be a KV port)"
+            ) from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LinkTestError(f"{self._url}: {error or 'no answer'}\nis farfill link serve running there?") from error
 

@@ -97,12 +97,13 @@ class LinkServer:
         self._config = config
         self._receiver = self._make_receiver(config)
         self._waiting: set[asyncio.Task[None]] = set()
-        self._advertised = ""
+        # Where senders reach it, once it started.
+        self.transfer_address = ""
 
     async def start(self, advertise_host: str) -> None:
         """Receive; others reach it at `advertise_host`. Raises TransportError when the address is taken."""
         await self._receiver.start()
-        self._advertised = f"{advertise_host}:{self._receiver.address.rpartition(':')[2]}"
+        self.transfer_address = f"{advertise_host}:{self._receiver.address.rpartition(':')[2]}"
 
     async def close(self) -> None:
         """Fail what is under way, and end."""
@@ -158,7 +159,7 @@ class LinkServer:
         """What this side says about itself."""
         return LinkOffer(
             report_version=REPORT_VERSION,
-            transfer_address=self._advertised,
+            transfer_address=self.transfer_address,
             encryption=self._encryption,
             codecs=self._codecs,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from farfill.config.checks import lets_in_nobody
 from farfill.config.load import check_model_files, load_config
 from farfill.core.cluster import Role
 from farfill.core.errors import ConfigError
@@ -307,3 +308,13 @@ def test_transfer_settings_that_cannot_work_are_one_complaint_with_a_fix(
 ):
     (line,) = complaints(cluster_file, cluster_file.read_text() + f"kv_transfer:\n  {values}\n")
     assert line.split(" kv_transfer.", 1)[1] == expected
+
+
+@pytest.mark.parametrize(
+    ("allowed", "shut_out"),
+    [("near/*", {"decode-near"}), ("far/prefill/*", {"prefill-far"}), ("*", set()), ("*/decode/*", {"decode-near"})],
+)
+def test_a_worker_that_lets_nobody_in_is_found(cluster_file: Path, allowed: str, shut_out: set[str]):
+    cluster_file.write_text(cluster_file.read_text() + f"kv_transfer: {{allowed_peers: ['{allowed}']}}\n")
+    config = load_config(cluster_file).config
+    assert {name for name in config.workers if lets_in_nobody(config, name)} == shut_out

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_SHARES = {"%": 0.01, "": 1.0}
+# No bare number: 0.1 would be a tenth to one reader and a thousandth to the next.
+_SHARES = {"%": 0.01}
 _SIZES = {"": 1.0, "b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9}
 _QUANTITY = re.compile(r"(\d+\.?\d*|\.\d+)\s*([a-z%]*)")
 
@@ -24,7 +25,7 @@ def seconds(text: str) -> float:
 
 
 def share(text: str) -> float:
-    """`0.1%` or `0.001`."""
+    """`0.1%`; the percent sign is part of it."""
     return _parse(text, _SHARES)
 
 
