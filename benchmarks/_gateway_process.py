@@ -11,6 +11,7 @@ import functools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import uvloop
 from aiohttp import web
@@ -50,10 +51,10 @@ def config_of(folder: Path) -> ClusterConfig:
     return ClusterConfig.model_validate(values)
 
 
-async def serve(folder: Path, worker_port: int) -> None:
-    """Until stdin ends."""
+def deps_of(folder: Path, worker_port: int, log: TextIO = sys.stderr) -> GatewayDeps:
+    """One decode worker on this machine; lines go to `log`."""
     config = config_of(folder)
-    setup_logging(config.logging.level, "json", role="gateway", site="near", name="gateway")
+    setup_logging(config.logging.level, "json", stream=log, role="gateway", site="near", name="gateway")
     metrics = GatewayMetrics(site="near", model=MODEL)
     worker = Instance(
         name="decode-near",
@@ -68,7 +69,7 @@ async def serve(folder: Path, worker_port: int) -> None:
         max_context_tokens=1_000_000,
         takes_text=True,
     )
-    deps = GatewayDeps(
+    return GatewayDeps(
         config=config,
         model=dataclasses.replace(load_tokenizer(folder), context_tokens=1_000_000),
         membership=FixedMembership((worker,)),
@@ -78,7 +79,11 @@ async def serve(folder: Path, worker_port: int) -> None:
         policies=metrics.policies,
         metrics=functools.partial(exposition, metrics.registry),
     )
-    runner = build_runner(deps, shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
+
+
+async def serve(folder: Path, worker_port: int) -> None:
+    """Until stdin ends."""
+    runner = build_runner(deps_of(folder, worker_port), shutdown_timeout_s=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     spare_the_collector()

@@ -66,10 +66,10 @@ class Side:
     address: Address
     process: psutil.Process
 
-    def cpu_s(self) -> float:
-        """CPU time used so far."""
+    def cpu_s(self) -> tuple[float, float]:
+        """CPU time used so far, and how much of it in the kernel."""
         times = self.process.cpu_times()
-        return times.user + times.system
+        return times.user + times.system, times.system
 
 
 async def measure(folder: Path, args: argparse.Namespace, figures: Figures) -> None:
@@ -116,8 +116,11 @@ async def compare(
         for side in sides:
             before_s = side.cpu_s()
             a_second, count = await once(side)
-            cpu_us = (side.cpu_s() - before_s) / max(1, count) * 1e6
-            note(f"{side.name}: {a_second:.0f} {what} a second, {cpu_us:.0f} us of CPU each")
+            cpu_us, kernel_us = (
+                (after - before) / max(1, count) * 1e6 for before, after in zip(before_s, side.cpu_s(), strict=True)
+            )
+            cost = f"{cpu_us:.1f} us of CPU each, {kernel_us:.1f} in the kernel"
+            note(f"{side.name}: {a_second:.0f} {what} a second, {cost}")
             best[side.name] = max(best[side.name], a_second)
             least_us[side.name] = min(least_us[side.name], cpu_us)
     name = f"{what}_per_s_over_vllm_router"

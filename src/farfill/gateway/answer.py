@@ -22,9 +22,9 @@ _STREAM_HEAD = (
 
 
 class Answer(web.StreamResponse):
-    """The answer to one request: `whole`, or `begin`, `write` and `end`. aiohttp gets it back when it was sent.
+    """The answer to one request: `whole`, or `begin`, `put` and `end`. aiohttp gets it back when it was sent.
 
-    Writing waits while the client does not read; ConnectionError when it went away.
+    `whole`, `drained` and `end` wait while the client does not read; ConnectionError when it went away.
     """
 
     def __init__(self, request: web.Request) -> None:
@@ -58,13 +58,23 @@ class Answer(web.StreamResponse):
         framing = "Transfer-Encoding: chunked\r\n" if self._chunked else ""
         self._pending = f"{self._head(headers)}{_STREAM_HEAD}{framing}\r\n".encode()
 
-    async def write(self, data: bytes) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """A piece of the stream."""
+    def put(self, data: bytes) -> bool:
+        """A piece of the stream. False: the client is behind; wait for `drained` before the next one."""
         if self._chunked:
             data = b"%x\r\n%b\r\n" % (len(data), data)
         if self._pending:
             data, self._pending = self._pending + data, b""
-        await self._send(data)
+        connection = self._connection
+        if connection.transport is None:
+            raise ConnectionResetError("the client went away")
+        self._begun = True
+        connection.transport.write(data)
+        return not connection.writing_paused
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough of what was written."""
+        if self._connection.writing_paused:
+            await self._connection._drain_helper()  # as its own writer does
 
     async def end(self, data: bytes) -> None:
         """The last piece, and the end of the stream, in one write."""

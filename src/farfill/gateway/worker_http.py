@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 import httptools
@@ -46,7 +47,7 @@ class Endpoint(NamedTuple):
 class Answer:
     """The answer to one request. Read it to its end, or `close` it, which ends the connection."""
 
-    __slots__ = ("_connection", "_ended", "_error", "_pieces", "_size", "_waiter", "status")
+    __slots__ = ("_connection", "_ended", "_error", "_pieces", "_raised", "_size", "_take", "_waiter", "status")
 
     def __init__(self, status: int, connection: _Connection) -> None:
         self.status = status
@@ -56,6 +57,8 @@ class Answer:
         self._ended = False
         self._error: BrokenError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._take: Callable[[bytes], bool] | None = None
+        self._raised: Exception | None = None
 
     @property
     def over(self) -> bool:
@@ -69,16 +72,34 @@ class Answer:
                 raise self._error
             if self._ended:
                 return b""
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces = []
-        self._size = 0
-        self._connection.resume_reading()
-        return data
+            await self._more()
+        return self._taken()
+
+    async def flow(self, take: Callable[[bytes], bool]) -> bool:
+        """Hand what comes to `take` at once, where it is read from the socket, without waking anybody; as many bytes in
+        one call as there are. Returns True as soon as `take` does not want more for now, False at the end.
+
+        Raises BrokenError, and what `take` raises.
+        """
+        while True:
+            if self._pieces:
+                if not take(self._taken()):
+                    return True
+            elif self._error is not None:
+                raise self._error
+            elif self._ended:
+                return False
+            else:
+                self._take = take
+                try:
+                    await self._more()
+                finally:
+                    stopped, self._take = self._take is None, None
+                    raised, self._raised = self._raised, None
+                if raised is not None:
+                    raise raised
+                if stopped:
+                    return True
 
     async def read(self, limit: int = -1) -> bytes:
         """All of it, or the first `limit` bytes. Raises BrokenError."""
@@ -103,8 +124,21 @@ class Answer:
         self._size += len(data)
         if self._size > READ_BYTES:
             self._connection.pause_reading()
-        if self._waiter is not None:
+        if self._waiter is not None and self._take is None:
             self._wake()
+
+    def all_came(self) -> None:
+        """That was all that one read brought."""
+        take = self._take
+        if take is None or not self._pieces:
+            return
+        try:
+            if take(self._taken()):
+                return
+        except Exception as error:
+            self._raised = error
+        self._take = None
+        self._wake()
 
     def complete(self) -> None:
         """That was all."""
@@ -116,6 +150,21 @@ class Answer:
         if not self._ended and self._error is None:
             self._error = error
             self._wake()
+
+    def _taken(self) -> bytes:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
+        self._size = 0
+        self._connection.resume_reading()
+        return data
+
+    async def _more(self) -> None:
+        """Wait for something to happen."""
+        self._waiter = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -288,7 +337,8 @@ class _Connection(asyncio.Protocol):
         if self._head is None and self._answer is None:  # nobody asked
             self.close()
             return
-        if self._answer is None:
+        answer = self._answer
+        if answer is None:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -296,7 +346,9 @@ class _Connection(asyncio.Protocol):
             self._fail(BrokenError(repr(error)))
             self.close()
             return
-        if self._answer is None and self._head_bytes > MAX_HEAD_BYTES:
+        if answer is not None:
+            answer.all_came()
+        elif self._answer is None and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(BrokenError(f"the head of an answer is over {MAX_HEAD_BYTES} bytes"))
             self.close()
 

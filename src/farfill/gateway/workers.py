@@ -113,9 +113,25 @@ class DecodeStream:
                 raise _unanswered(self._instance, "the stream broke off", error, reached=True) from error
             if not data:
                 return []
-            events = list(self._reader.feed(data))
+            events = self._reader.take(data)
             if events:
                 return events
+
+    async def flow(self, take: Callable[[list[GenerationEvent]], bool]) -> bool:
+        """Hand events to `take` where they are read, as `worker_http.Answer.flow` does. False: the body ended.
+
+        Raises as `next_batch` does, and what `take` raises.
+        """
+        events_of = self._reader.take
+
+        def came(data: bytes) -> bool:
+            events = events_of(data)
+            return not events or take(events)
+
+        try:
+            return await self._response.flow(came)
+        except BrokenError as error:
+            raise _unanswered(self._instance, "the stream broke off", error, reached=True) from error
 
     async def drain(self, timeout_s: float) -> None:
         """After the last event: read the end of the body, which gives the connection back for another request."""

@@ -32,6 +32,14 @@ class StreamReader(Generic[Message]):
         """Whether no half message is pending."""
         return not self._buffer
 
+    def take(self, data: bytes) -> list[Message]:
+        """All messages that `data` completes. Raises ProtocolError as `feed` does, and then tells none of them."""
+        if not self._buffer and len(data) >= _LENGTH_BYTES:  # mostly it is one message, whole
+            length = int.from_bytes(data[:_LENGTH_BYTES], "big")
+            if len(data) == _LENGTH_BYTES + length and length <= self._max_bytes:
+                return [self._decoded(data[_LENGTH_BYTES:])]
+        return list(self.feed(data))
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield each complete message. Raises ProtocolError on an oversized or malformed one."""
         self._buffer += data
@@ -44,7 +52,10 @@ class StreamReader(Generic[Message]):
                 return
             body = bytes(self._buffer[_LENGTH_BYTES:end])
             del self._buffer[:end]
-            try:
-                yield self._decode(body)
-            except msgspec.DecodeError as error:
-                raise ProtocolError(f"malformed {self._what}: {error}") from error
+            yield self._decoded(body)
+
+    def _decoded(self, body: bytes) -> Message:
+        try:
+            return self._decode(body)
+        except msgspec.DecodeError as error:
+            raise ProtocolError(f"malformed {self._what}: {error}") from error

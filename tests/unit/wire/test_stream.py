@@ -19,6 +19,9 @@ def test_any_cutting_gives_the_same_messages(bodies: list[bytes], step: int):
     found = [body for at in range(0, len(stream), step) for body in reader.feed(stream[at : at + step])]
     assert found == bodies
     assert reader.at_boundary
+    assert [body for at in range(0, len(stream), step) for body in reader.take(stream[at : at + step])] == bodies
+    assert [body for body in bodies for body in reader.take(framed(body))] == bodies
+    assert reader.at_boundary
 
 
 def test_a_half_message_is_no_boundary():
@@ -40,5 +43,7 @@ def test_what_came_before_a_broken_message_is_still_told():
 def test_an_oversized_message_is_refused_before_it_is_there():
     with pytest.raises(ProtocolError, match=f"frame of block events of {MAX_FRAME_BYTES + 1} bytes is over the limit"):
         list(BlocksReader().feed((MAX_FRAME_BYTES + 1).to_bytes(4, "big")))
+    with pytest.raises(ProtocolError, match="message of 5 bytes is over the limit"):
+        StreamReader(bytes, max_bytes=4, what="message").take(framed(b"12345"))
     with pytest.raises(ProtocolError, match="malformed event frame"):
         list(EventReader().feed(framed(b"{}")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from farfill.clock import Clock
@@ -87,11 +88,43 @@ class Generation:
             events = await self._events()
             self.wait.silent_since_s = None  # the client may be slow to take them
             if not events:
-                raise WorkerConnectionError(f"{self.placement.decode.name}: stream was cut", reached=True)
+                raise self._cut()
             batch = self._take(events)
             if batch:
                 return batch
         return []
+
+    async def flow(self, take: Callable[[list[TokensEvent]], bool]) -> None:
+        """Hand new output to `take`, at least one event a call, right where it is read.
+
+        Returns when `take` wants no more for now, or when all choices finished (`ended`). Raises as `next_batch` does,
+        and what `take` raises.
+        """
+        if self.first:
+            events, self.first = self.first, []
+            if not take(self._take(events)):
+                return
+        if self.ended:
+            return
+        wait, timing = self.wait, self.timing
+
+        def came(events: list[GenerationEvent]) -> bool:
+            batch = self._take(events)
+            more = not batch or take(batch)
+            wait.silent_since_s = timing.last_s
+            return more and not self.ended
+
+        wait.silent_since_s = self.clock.now_s()
+        try:
+            reached_end = not await self.stream.flow(came)
+        except WorkerConnectionError as error:
+            if wait.lost:
+                raise wait.error() from error
+            raise
+        finally:
+            wait.silent_since_s = None  # the client may be slow to take them
+        if reached_end:
+            raise self._cut()
 
     def sent(self) -> None:
         """The first token was just sent to the client."""
@@ -116,6 +149,9 @@ class Generation:
             self.leg.cancel()
         self.claim.end()
         self.wait.end()
+
+    def _cut(self) -> WorkerConnectionError:
+        return WorkerConnectionError(f"{self.placement.decode.name}: stream was cut", reached=True)
 
     async def _events(self) -> list[GenerationEvent]:
         try:

@@ -12,14 +12,17 @@ from farfill.gateway.openai.render import DONE, ChoiceResult, Renderer, Usage, m
 from farfill.gateway.pipeline.dispatch import Dispatcher
 from farfill.gateway.pipeline.generation import Generation
 from farfill.gateway.pipeline.job import Job
+from farfill.wire.control import TokensEvent
 
 ForEach = Callable[[int], Awaitable[None]]
 
 
 class EventSink(Protocol):
-    """Where server-sent events go. Writing waits for a client that reads slowly."""
+    """Where server-sent events go. `put` tells whether more may follow at once; if not, `drained` waits for a client
+    that reads slowly."""
 
-    async def write(self, data: bytes) -> None: ...
+    def put(self, data: bytes) -> bool: ...
+    async def drained(self) -> None: ...
     async def end(self, data: bytes) -> None: ...
 
 
@@ -52,20 +55,25 @@ async def send_events(
     async def send_one(i: int) -> None:
         generation = generations[i]
         n = generation.job.sampling.n
-        opening = b"".join(renderer.begin(i * n + choice) for choice in range(n))
-        first = True
-        while batch := await generation.next_batch():
+        put, chunk = answer.put, renderer.chunk
+
+        def told(batch: list[TokensEvent]) -> bytes:
             if len(batch) == 1:
-                data = renderer.chunk(i * n + batch[0].index, batch[0])
-            else:
-                data = b"".join([renderer.chunk(i * n + event.index, event) for event in batch])
-            if first:
-                data = opening + data
-            if data:
-                await answer.write(data)
-            if first:
-                generation.sent()
-                first = False
+                return chunk(i * n + batch[0].index, batch[0])
+            return b"".join([chunk(i * n + event.index, event) for event in batch])
+
+        def take(batch: list[TokensEvent]) -> bool:
+            data = told(batch)
+            return not data or put(data)
+
+        opening = b"".join(renderer.begin(i * n + choice) for choice in range(n))
+        if first := opening + told(await generation.next_batch()):
+            put(first)
+            await answer.drained()
+        generation.sent()
+        while not generation.ended:
+            await generation.flow(take)
+            await answer.drained()
 
     await _together(len(generations), send_one)
     tail = renderer.usage(await usage_of(generations)) if include_usage else b""
@@ -84,9 +92,13 @@ async def collect(renderer: Renderer, generations: Sequence[Generation]) -> byte
     choices = [ChoiceResult(index) for index in range(n * len(generations))]
 
     async def gather_one(i: int) -> None:
-        while batch := await generations[i].next_batch():
+        def take(batch: list[TokensEvent]) -> bool:
             for event in batch:
                 choices[i * n + event.index].add(event)
+            return True
+
+        while not generations[i].ended:
+            await generations[i].flow(take)
 
     await _together(len(generations), gather_one)
     return renderer.whole(choices, await usage_of(generations))
