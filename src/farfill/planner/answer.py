@@ -21,13 +21,16 @@ class Latency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FarPart(msgspec.Struct, frozen=True, kw_only=True):
-    """One far site of an option. `gbit_per_s` is KV traffic at the planned rate, `utilisation` of the whole link."""
+    """One far site of an option. What the planned rate asks of its link: `gbit_per_s` of raw KV, `wire_gbit_per_s` when
+    it is compressed (null in baselines of before); `utilisation`: demand over what the whole link carries, so above 1
+    it cannot."""
 
     site: str
     instances: int
     share_of_far: float
     gbit_per_s: float
     utilisation: float
+    wire_gbit_per_s: float | None = None
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,17 +77,20 @@ class LinkCase(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkStudy(msgspec.Struct, frozen=True, kw_only=True):
-    """`knee_gbit_per_s`: less than this and the sites serve less; `break_even_gbit_per_s`: less than this and one site
-    for the same money serves more (null: never, or always)."""
+    """`knee_gbit_per_s`: less than this and the sites serve less (0: the link does not matter);
+    `break_even_gbit_per_s`: less than this and one site for the same money serves more (null: never, or always).
+    All rates are of raw KV; times `wire_share` they are what the links themselves must carry, compressed."""
 
     knee_gbit_per_s: float
     break_even_gbit_per_s: float | None
     far_instance_gbit_per_s: float
     cases: list[LinkCase]
+    wire_share: float = 1.0
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """The plan. `pays`: cross-site prefill serves more for the money than one site."""
+    """The plan. `pays`: cross-site prefill serves more for the money than one site. `arrival_scv`: squared coefficient
+    of variation of gaps between requests that TTFT is predicted for."""
 
     version: int = ANSWER_VERSION
     model: str
@@ -107,6 +113,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     verdict: str
     link: LinkStudy | None
     warnings: list[str]
+    arrival_scv: float = 1.0
 
 
 def write_answer(path: Path, answer: Answer) -> None:

@@ -66,24 +66,26 @@ class Ttft:
 
 
 class TtftModel:
-    """Time to first token of all requests together."""
+    """Time to first token of all requests together. The first decode step is that of the batch at the rate; `alone_s`
+    that of a sequence alone, for times without queues."""
 
-    def __init__(self, stages: list[Stage], decode_step_s: float) -> None:
+    def __init__(self, stages: list[Stage], decode_step_s: float, alone_s: float) -> None:
         self._stages = [stage for stage in stages if stage.weights.sum() > 0]
         self._step_s = decode_step_s
+        self._alone_s = alone_s
 
     def within(self, seconds: float, *, queued: bool = True) -> float:
         """Share of requests whose first token comes within `seconds`."""
         share = 0.0
         for stage in self._stages:
-            left = seconds - self._step_s - (stage.shared_s if queued else stage.idle_s)
+            left = seconds - self._first_step_s(queued) - (stage.shared_s if queued else stage.idle_s)
             reached = stage.wait.within(left) if queued else (left >= 0).astype(np.float64)
             share += float((stage.weights * reached).sum())
         return share
 
     def mean_s(self, *, queued: bool = True) -> float:
         """Mean over all requests."""
-        total = self._step_s
+        total = self._first_step_s(queued)
         for stage in self._stages:
             total += float((stage.weights * (stage.shared_s if queued else stage.idle_s)).sum())
             if queued:
@@ -111,11 +113,20 @@ class TtftModel:
         p50, p90, p99 = (self.quantile_s(share, queued=queued) for share in (0.5, 0.9, 0.99))
         return Ttft(mean_s=self.mean_s(queued=queued), p50_s=p50, p90_s=p90, p99_s=p99)
 
+    def _first_step_s(self, queued: bool) -> float:
+        return self._step_s if queued else self._alone_s
+
 
 def ttft_model(
-    traffic: Traffic, near: Profile, near_prefill: int, far: list[FarPath], decode_step_s: float
+    traffic: Traffic,
+    near: Profile,
+    near_prefill: int,
+    far: list[FarPath],
+    decode_step_s: float,
+    *,
+    alone_step_s: float | None = None,
 ) -> TtftModel:
-    """The model of a fleet that runs with this threshold."""
+    """The model of a fleet that runs with this threshold. `alone_step_s`: unset, steps take equally long alone."""
     below, above = traffic.lengths.split(traffic.threshold_tokens)
     stages: list[Stage] = []
     if below[1].sum() > 0:
@@ -130,7 +141,7 @@ def ttft_model(
         stages += [
             _far_stage(traffic, path, tokens, weights, sizes=sizes, last=last) for path in far if path.share_of_far > 0
         ]
-    return TtftModel(stages, decode_step_s)
+    return TtftModel(stages, decode_step_s, decode_step_s if alone_step_s is None else alone_step_s)
 
 
 def _far_stage(
@@ -155,8 +166,11 @@ def _far_stage(
 
 def _wait(traffic: Traffic, weights: Floats, service: Floats, servers: int, *, share: float) -> Wait:
     mean, scv = moments(service, weights)
-    rate = traffic.rate_per_s * float(weights.sum()) * share
-    return wait_in_pool(rate, servers, mean, scv, arrival_scv=traffic.arrival_scv)
+    part = float(weights.sum()) * share
+    # Which pool a request goes to does not depend on when it comes: what is left of a stream by chance is nearer to a
+    # Poisson one, whether the whole is more even or comes in bursts.
+    arrival_scv = 1 + part * (traffic.arrival_scv - 1)
+    return wait_in_pool(traffic.rate_per_s * part, servers, mean, scv, arrival_scv=arrival_scv)
 
 
 def _thinned(tokens: Floats, weights: Floats) -> tuple[Floats, Floats]:

@@ -20,11 +20,15 @@ _LEAST, _MOST = 1e-4, 1e4
 def study_links(problem: Problem, demand: Demand, fleet: Fleet, chosen: Split) -> LinkStudy:
     """The same instances with links faster and slower, threshold and split chosen anew each time.
 
-    Rates told are those of the links themselves, of which `link_utilisation` is planned with.
+    Rates told are of raw KV over whole links, of which `link_utilisation` is planned with. `fleet` has far instances.
     """
     total = sum(link.bytes_per_s for _, link in problem.far) * 8 / 1e9
     free = _capacity(fleet, demand, _MOST)
-    knee = _smallest(lambda factor: _capacity(fleet, demand, factor) >= free * (1 - _KNEE_LOSS))
+
+    def serves_all(factor: float) -> bool:
+        return _capacity(fleet, demand, factor) >= free * (1 - _KNEE_LOSS)
+
+    knee = 0.0 if serves_all(_LEAST) else _smallest(serves_all)
     money = one_site_for_the_same_money(problem, demand, fleet)
     even: float | None = None
     if money is not None and _capacity(fleet, demand, _LEAST) < money < free:
@@ -50,6 +54,7 @@ def study_links(problem: Problem, demand: Demand, fleet: Fleet, chosen: Split) -
         break_even_gbit_per_s=even,
         far_instance_gbit_per_s=kv_throughput_bits(demand.kv.bytes_at(chosen.far_mean_tokens), seconds) / 1e9,
         cases=cases,
+        wire_share=sum(link.wire_bytes_per_s for _, link in problem.far) * 8 / 1e9 / total,
     )
 
 

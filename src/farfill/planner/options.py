@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 
 from farfill.planner.answer import FarPart, Latency, Option
-from farfill.planner.latency import FarPath, Traffic, Ttft, TtftModel, decode_load, ttft_model
+from farfill.planner.latency import DecodeLoad, FarPath, Traffic, Ttft, TtftModel, decode_load, ttft_model
 from farfill.planner.problem import Problem
 from farfill.planner.throughput import Demand, Fleet, Split
 
 _SECONDS_PER_HOUR = 3600
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,19 +27,12 @@ def describe(name: str, problem: Problem, running: Running, rate_per_s: float) -
     """Everything about it at `rate_per_s`."""
     fleet, split = running.fleet, running.split
     workload = problem.workload
-    load = decode_load(
-        fleet.near,
-        rate_per_s,
-        split.near_decode,
-        output_tokens=workload.output_tokens,
-        context_tokens=workload.context_tokens,
-        max_batch=running.demand.decode.batch,
-    )
+    load = _load(problem, running, rate_per_s)
     model = _model(problem, running, rate_per_s)
-    overloaded = load.utilisation > 1 + 1e-9
+    # One rule for all: more than the capacity, which counts links up to what may be planned with, is overload.
+    overloaded = load.utilisation > 1 + _ROUNDING or rate_per_s > split.requests_per_s * (1 + _ROUNDING)
     price = hourly_price(problem, fleet)
     hourly = rate_per_s * _SECONDS_PER_HOUR / 1e6
-    served = not overloaded and rate_per_s <= split.requests_per_s * (1 + 1e-9)
     return Option(
         name=name,
         near_prefill=split.near_prefill,
@@ -61,8 +55,10 @@ def describe(name: str, problem: Problem, running: Running, rate_per_s: float) -
         goodput_per_s=_goodput(problem, model, rate_per_s, overloaded),
         most_goodput_per_s=_most_goodput(problem, running),
         price_per_hour=price,
-        price_per_million_tokens=price / hourly / (workload.input_tokens + workload.output_tokens) if served else None,
-        price_per_million_output_tokens=price / hourly / workload.output_tokens if served else None,
+        price_per_million_tokens=price / hourly / (workload.input_tokens + workload.output_tokens)
+        if not overloaded
+        else None,
+        price_per_million_output_tokens=price / hourly / workload.output_tokens if not overloaded else None,
     )
 
 
@@ -92,6 +88,7 @@ def _far_parts(problem: Problem, running: Running, rate: float) -> list[FarPart]
                 instances=pool.instances,
                 share_of_far=share,
                 gbit_per_s=carried * 8 / 1e9,
+                wire_gbit_per_s=carried / links[pool.name].compression * 8 / 1e9,
                 utilisation=carried / links[pool.name].bytes_per_s,
             )
         )
@@ -127,16 +124,31 @@ def _model(problem: Problem, running: Running, rate: float) -> TtftModel:
         )
         for pool, share in zip(running.fleet.far, _shares(running), strict=True)
     ]
-    step = running.fleet.near.step_s(max(1, running.demand.decode.batch), workload.context_tokens)
-    return ttft_model(traffic, running.fleet.near, split.near_prefill, paths, step)
+    return ttft_model(
+        traffic,
+        running.fleet.near,
+        split.near_prefill,
+        paths,
+        _load(problem, running, rate).tpot_s,
+        alone_step_s=running.fleet.near.step_s(1, workload.context_tokens),
+    )
+
+
+def _load(problem: Problem, running: Running, rate: float) -> DecodeLoad:
+    return decode_load(
+        running.fleet.near,
+        rate,
+        running.split.near_decode,
+        output_tokens=problem.workload.output_tokens,
+        context_tokens=problem.workload.context_tokens,
+        max_batch=running.demand.decode.batch,
+    )
 
 
 def _goodput(problem: Problem, model: TtftModel, rate: float, overloaded: bool) -> float:
     if overloaded:
         return 0.0
-    if problem.ttft_s is None:
-        return rate if math.isfinite(model.mean_s()) else 0.0
-    return rate * model.within(problem.ttft_s)
+    return rate if problem.ttft_s is None else rate * model.within(problem.ttft_s)
 
 
 def _most_goodput(problem: Problem, running: Running) -> float:

@@ -35,7 +35,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """What is asked of the sites. `requests_per_s` None: as much as they can. `source` says where it comes from."""
+    """What is asked of the sites. `requests_per_s` None: as much as they can. `source` says where it comes from,
+    `warnings` what is doubtful about it."""
 
     lengths: Lengths
     input_tokens: float
@@ -44,6 +45,7 @@ class Workload:
     requests_per_s: float | None
     arrival_scv: float
     source: str
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +60,16 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """From a far site to the near one; `bytes_per_s` are raw KV bytes, compression counted."""
+    """From a far site to the near one; `bytes_per_s` are raw KV bytes, `compression` times those on the wire."""
 
     bytes_per_s: float
     rtt_s: float
+    compression: float = 1.0
+
+    @property
+    def wire_bytes_per_s(self) -> float:
+        """What the link itself carries."""
+        return self.bytes_per_s / self.compression
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +265,8 @@ class _Reader:
 
 
 def _link(section: LinkSection) -> Link:
-    return Link(bytes_per_s=section.gbit_per_s * 1e9 / 8 * section.compression, rtt_s=section.rtt_ms / 1000)
+    wire = section.gbit_per_s * 1e9 / 8
+    return Link(bytes_per_s=wire * section.compression, rtt_s=section.rtt_ms / 1000, compression=section.compression)
 
 
 def _list(names: Iterable[str]) -> str:

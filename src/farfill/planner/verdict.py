@@ -2,71 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from farfill.planner.answer import LinkStudy, Option
+from farfill.planner.answer import Option
+from farfill.planner.causes import Causes
+from farfill.planner.kv_size import kv_throughput_bits
 from farfill.planner.problem import Problem
-from farfill.planner.throughput import Split
+from farfill.planner.solution import Advantage
 
-_WORTH = 1.02
 _DENSE_SHARE = 0.5
+_FAR_FETCHED = 60.0
 
 
-def judge(
-    problem: Problem,
-    chosen: Split,
-    plan: Option,
-    *,
-    alternatives: Sequence[Option],
-    study: LinkStudy | None,
-    gain: float | None,
-) -> tuple[bool, str]:
-    """(whether it pays, why)."""
+def judge(problem: Problem, plan: Option, gained: Advantage, causes: Causes | None) -> str:
+    """In words. `causes` is given where there are far sites and it does not pay."""
     if not problem.far:
-        return False, "There is no far site, so nothing to decide: prefill and decode stay in one room."
-    one_site = next((option for option in alternatives if option.name == "one site"), None)
-    # With a demand both are bought to serve it, and prices differ; without, both cost the same, and capacities differ.
-    price_gain = None if problem.workload.requests_per_s is None else _price_gain(plan, one_site)
-    compared = price_gain if price_gain is not None else gain
-    used = plan.far_share > 0 and any(part.instances for part in plan.far)
-    if compared is None:
-        return (
-            used,
-            "The near site cannot serve this alone at all, so far prefill is needed; compare with other hardware.",
-        )
-    if used and compared >= _WORTH:
-        return True, (
-            f"Cross-site prefill pays: {compared - 1:.0%} more for the money than one site. Prompts of more than"
-            f" {plan.threshold_tokens} tokens ({plan.far_share:.0%} of requests) go far."
-        )
-    return False, f"Keep prefill in the room: {_reason(problem, chosen, study, used, compared)}"
+        return "There is no far site, so nothing to decide: prefill and decode stay in one room."
+    if causes is None:
+        return _pays(problem, plan, gained)
+    return (
+        f"Keep prefill in the room: {_compared(problem, gained)}. {_why(problem, plan, causes)}{_kind(problem, causes)}"
+    )
 
 
-def _reason(problem: Problem, chosen: Split, study: LinkStudy | None, used: bool, compared: float) -> str:
+def _pays(problem: Problem, plan: Option, gained: Advantage) -> str:
+    where = (
+        f"Prompts of more than {plan.threshold_tokens:,} tokens ({plan.far_share:.0%} of requests) go far."
+        if plan.threshold_tokens
+        else "All prompts go far."
+    )
+    if gained.gain is None:
+        why = (
+            "near instances alone miss slo.ttft_s, whatever their number"
+            if problem.workload.requests_per_s is not None
+            else "its money buys fewer than two near instances, and less than two serve nothing"
+        )
+        return f"Cross-site prefill is needed: {why}; compare with other hardware. {where}"
+    return f"Cross-site prefill pays: {gained.gain - 1:.0%} more for the money than one site. {where}"
+
+
+def _compared(problem: Problem, gained: Advantage) -> str:
+    if not gained.used or gained.gain is None:
+        demand = problem.workload.requests_per_s
+        return "in the best split nothing goes far" if demand is None else "near instances alone serve this for less"
+    percent = round((gained.gain - 1) * 100)
+    if percent == 0:
+        return "with far instances the same money serves as much as in one site"
+    return f"with far instances the same money serves {abs(percent)}% {'more' if percent > 0 else 'less'} than one site"
+
+
+def _why(problem: Problem, plan: Option, causes: Causes) -> str:
+    found: list[str] = []
+    if causes.link is not None:
+        found.append(_link(problem, plan, causes.link))
+    if causes.price is not None:
+        found.append(_price(problem, causes.price))
+    if causes.ttft:
+        found.append("without slo.ttft_s")
+    if found:
+        return f"It would pay {', or '.join(found)}."
+    if causes.together:
+        return "Neither a faster link nor cheaper far instances alone would change that, both together would."
+    return "Not even free far instances over links without limit would change that: prefill is not what limits here."
+
+
+def _link(problem: Problem, plan: Option, factor: float) -> str:
+    wire = sum(link.wire_bytes_per_s for _, link in problem.far) * 8 / 1e9
+    site, _ = max(problem.far, key=lambda pair: pair[0].instances)
+    tokens = plan.far_mean_tokens or problem.workload.lengths.mean
+    made = kv_throughput_bits(problem.kv.bytes_at(tokens), site.profile.seconds_at(tokens)) / 1e9
+    wanted = f"with links of {wire * factor:.0f} Gbit/s" if factor < _FAR_FETCHED else "with links without limit"
+    return f"{wanted} instead of {wire:g} (a busy instance at {site.name} makes {made:.1f} Gbit/s of raw KV)"
+
+
+def _price(problem: Problem, share: float) -> str:
+    if share < 1 / _FAR_FETCHED:
+        return "if far instances cost next to nothing"
+    if len(problem.far) == 1:
+        site = problem.far[0][0]
+        return f"if an instance at {site.name} cost at most {site.price * share:.3g} an hour instead of {site.price:g}"
+    return f"if far instances cost at most {share:.0%} of what they do"
+
+
+def _kind(problem: Problem, causes: Causes) -> str:
+    """That the model is dense, where that is what makes the link too small."""
     share = _growing_share(problem)
-    kind = ""
-    if share is not None and share >= _DENSE_SHARE:
-        kind = f" Your model is dense: {share:.0%} of its layers keep every token's keys and values."
-    if study is not None and study.far_instance_gbit_per_s > 0:
-        usable = sum(link.bytes_per_s for _, link in problem.far) * problem.link_utilisation * 8 / 1e9
-        carried = usable / study.far_instance_gbit_per_s
-        installed = sum(site.instances for site, _ in problem.far)
-        if carried < installed:
-            return (
-                f"one far instance makes {study.far_instance_gbit_per_s:.1f} Gbit/s of KV, so the links carry"
-                f" {carried:.1f} of {installed} instances.{kind} It needs"
-                f" {study.knee_gbit_per_s:.0f} Gbit/s to serve all it could."
-            )
-    if not used:
-        return f"the near instances serve this for less.{kind}"
-    return f"far instances serve {abs(compared - 1):.0%} {'less' if compared < 1 else 'more'} for the money.{kind}"
-
-
-def _price_gain(plan: Option, other: Option | None) -> float | None:
-    """How many times cheaper a token is than in `other`, both at the planned rate."""
-    if other is None or plan.price_per_million_tokens is None or other.price_per_million_tokens is None:
-        return None
-    return other.price_per_million_tokens / plan.price_per_million_tokens
+    if causes.link is None or share is None or share < _DENSE_SHARE:
+        return ""
+    return f" Your model is dense: {share:.0%} of its layers keep every token's keys and values."
 
 
 def _growing_share(problem: Problem) -> float | None:

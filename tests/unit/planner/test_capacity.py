@@ -114,7 +114,9 @@ def test_a_dense_model_is_told_to_stay_in_the_room(folder: Path):
     found = answer(folder, text)
     assert not found.pays
     assert found.verdict.startswith("Keep prefill in the room")
-    assert found.link is not None
+    assert "It would pay with links of" in found.verdict
+    assert "Your model is dense" in found.verdict
+    assert found.link is None  # nothing far is bought, so no link has a knee
 
 
 def test_a_dense_model_over_a_link_is_named_dense(folder: Path):
