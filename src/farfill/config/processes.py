@@ -6,18 +6,20 @@ lives as long as this process: whoever starts a child may end without ending it.
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO
 
 from farfill.config.paths import child_environment
 
 _PR_SET_PDEATHSIG = 1
+_PYTHON = sys.executable
 
 
 def start_child(
@@ -35,27 +37,30 @@ _forker = ThreadPoolExecutor(1, thread_name_prefix="farfill-fork")
 
 
 def _start(command: Sequence[str], output: BinaryIO | int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
     return subprocess.Popen(
-        command,
+        [*_dying_with_parent(), *command],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
         env=environment,
         start_new_session=True,
-        preexec_fn=_die_with_parent(),  # noqa: PLW1509 - it takes no lock: one system call, then exec
     )
 
 
-def _die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before its command so that the kernel ends it with us; only Linux can."""
+# Nothing of ours runs between fork and exec: with the threads of torch, OpenMP or gRPC about, that can crash.
+_DIE_WITH_PARENT = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({_PR_SET_PDEATHSIG}, {int(signal.SIGTERM)})
+if os.getppid() != int(sys.argv[1]):  # it died in between
+    os._exit(1)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
+def _dying_with_parent() -> list[str]:
+    """What becomes the command in the same process, which the kernel then ends with us; only Linux can."""
     if not sys.platform.startswith("linux"):
-        return None
-    libc = ctypes.CDLL(None)
-    parent = os.getpid()
-
-    def arrange() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # it died in between
-            os._exit(1)
-
-    return arrange
+        return []
+    return [_PYTHON, "-I", "-S", "-c", _DIE_WITH_PARENT, str(os.getpid())]

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from farfill.cli.child import Child
+from farfill.config.processes import start_child
 
 DEADLINE_S = 20.0
 _PARENT = """
@@ -75,3 +76,16 @@ def _runs(pid: int) -> bool:
     except FileNotFoundError:
         return False
     return state != "Z"
+
+
+def test_a_command_that_is_not_there_is_an_error_of_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-command"):
+        start_child([str(tmp_path / "no-such-command")], subprocess.PIPE, {})
+
+
+def test_a_child_is_its_command_and_nothing_around_it(tmp_path: Path) -> None:
+    child = start_child(["sh", "-c", "echo $$ $1", "sh", "a b"], subprocess.PIPE, {})
+    assert child.stdout is not None
+    assert child.stdout.read().split(b" ", 1) == [b"%d" % child.pid, b"a b\n"]
+    assert child.wait(DEADLINE_S) == 0
+    child.stdout.close()
