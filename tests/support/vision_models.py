@@ -188,11 +188,11 @@ def make_model(name: str) -> Any:
     return net
 
 
-def save_model(name: str, folder: Path) -> None:
-    """A model folder as one gets it from a hub: weights, tokenizer, processor, chat template."""
+def save_model(name: str, folder: Path, net: Any = None) -> None:
+    """A model folder as one gets it from a hub: weights (of `net`), tokenizer, processor, chat template."""
     from transformers import PreTrainedTokenizerFast
 
-    make_model(name).save_pretrained(folder)
+    (make_model(name) if net is None else net).save_pretrained(folder)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of(name), extra_special_tokens=TOKENS[name])
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE.replace("PLACEHOLDER", PLACEHOLDERS[name]))

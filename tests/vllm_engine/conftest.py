@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 MODELS = ("llama", "gemma3", "granite", "qwen3", "falcon_h1")
 # vLLM's linear attention on CPU knows nothing else.
 BFLOAT16 = frozenset({"qwen3_5"})
+# vLLM imports their image processors, whose defaults need it.
+WITH_TORCHVISION = frozenset({"qwen3_5", "qwen2_5_vl"})
 LAST_FILE = "test_death.py"
 CHUNK_TOKENS = 256
 START_DEADLINE_S = 400.0
@@ -75,7 +77,7 @@ def _dtype(name: str) -> Literal["float32", "bfloat16"]:
 
 def start_engine(folder: Path, *arguments: str, eager: bool = True, kv_cache_mb: int = 256) -> VllmEngine:
     """One vLLM on the model in `folder`."""
-    if folder.name == "qwen3_5":
+    if folder.name in WITH_TORCHVISION:
         # Whoever does not need it does not see it.
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTHONPATH", str(torchvision_for_cpu.FOLDER), prepend=os.pathsep)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+
+from support import vision_models
 
 VOCABULARY = 320
 _SPECIAL = ("<bos>", "<eos>", "<pad>", "<unk>")
@@ -61,20 +63,50 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }
 
 
+_VISION_TEXT: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings": 4096}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 6, 6]}
+_VISION: dict[str, dict[str, dict[str, Any]]] = {
+    "qwen2_5_vl": {
+        "text": {"rope_parameters": _MROPE},
+        "tower": {"hidden_size": 64, "num_heads": 2, "out_hidden_size": 128},
+    },
+}
+
+
 def make_model(name: str, folder: Path, dtype: str = "float32") -> Path:
     """Weights, config and a byte-level tokenizer of model `name`, the same at every call."""
+    if name in _VISION:
+        return make_vision_model(name, folder)
     config = CONFIGS[name]()
     config.dtype = dtype
     model = AutoModelForCausalLM.from_config(config)
+    seed_weights(model)
+    model.save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    return folder
+
+
+def make_vision_model(name: str, folder: Path) -> Path:
+    """Likewise a model that takes images, with its processor: the embedded engine's, wide enough for vLLM's kernels."""
+    config = vision_models.make_config(name)
+    for key, value in {**_VISION_TEXT, **_VISION[name].get("text", {})}.items():
+        setattr(config.text_config, key, value)
+    for key, value in _VISION[name].get("tower", {}).items():
+        setattr(config.vision_config, key, value)
+    model = AutoModelForImageTextToText.from_config(config)
+    seed_weights(model)
+    vision_models.save_model(name, folder, model)
+    return folder
+
+
+def seed_weights(model: Any) -> None:
+    """Weights that make greedy text vary."""
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for key, weight in model.named_parameters():
             if weight.dim() >= 2:
                 scale = 0.5 if "conv" in key else 1.6 / weight.shape[-1] ** 0.5
                 weight.copy_(torch.randn(weight.shape, generator=generator) * scale)
-    model.save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
-    return folder
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -99,4 +99,5 @@ class FallbackReason(StrEnum):
     TICKET_INVALID = "ticket_invalid"
     PROTOCOL = "protocol"
     KV_MEMORY = "kv_memory"
+    KV_NOT_LOADED = "kv_not_loaded"
     WITHDRAWN = "withdrawn"  # the client left: the transfer ends, nothing falls back

@@ -122,12 +122,16 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillStats:
-    """How a prompt was prefilled here. `computed_tokens` excludes what a prefix hit or a slot supplied."""
+    """How a prompt was prefilled here. `computed_tokens` excludes what a prefix hit or a slot supplied.
+
+    `kv_problem`: why nothing was used of the KV that the slot had; empty when it was.
+    """
 
     queued_s: float
     compute_s: float
     computed_tokens: int
     cached_tokens: int
+    kv_problem: str = ""
 
 
 class Cancellable(Protocol):

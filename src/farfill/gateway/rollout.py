@@ -18,7 +18,10 @@ MAX_TTFTS = 2000
 MIN_TTFTS = 20
 NOTHING_FAR = Share(percent=0.0)
 # What happens at decode, or to the client, says nothing about far prefill.
-NO_FAULT = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.WITHDRAWN})
+# Of the far side: what decode lacks, or cannot read, says nothing of whom it came from.
+NO_FAULT = frozenset(
+    {FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.KV_NOT_LOADED, FallbackReason.WITHDRAWN}
+)
 
 
 @dataclass(slots=True)

@@ -56,6 +56,7 @@ class PromptKV:
     slot: KVSlot | None = None
     valid_tokens: int = 0
     received: HandoverResult | None = None
+    transfer_id: str = ""
     fallback: FallbackReason = FallbackReason.NONE
     detail: str = ""
     wait_s: float = 0.0
@@ -172,6 +173,7 @@ class DecodeService:
             raise
         try:
             first = await queue.next_events()
+            prompt = self._as_loaded(command, prompt, queue.stats)
             start = _start_event(command, prompt, queue.stats, loop.time() - started_s)
             if self.lossy and prompt.valid_tokens:
                 start.lossy = self.lossy
@@ -195,6 +197,17 @@ class DecodeService:
             return response, outcome
         finally:
             running.cancel()
+
+    def _as_loaded(self, command: DecodeCommand, prompt: PromptKV, stats: PrefillStats | None) -> PromptKV:
+        """What arrived whole may still not be usable for the engine, which knows with the first token."""
+        if stats is None or not stats.kv_problem:
+            return prompt
+        # The slot is the engine's by now.
+        without = replace(prompt, slot=None, valid_tokens=0)
+        if prompt.fallback is not FallbackReason.NONE:
+            return without  # it counts as what went wrong first
+        without = replace(without, fallback=FallbackReason.KV_NOT_LOADED, detail=stats.kv_problem)
+        return self._fallen_back(command, without, prompt.transfer_id)
 
     def _apart(self, work: GenerateWork) -> GenerateWork:
         """Work on KV from elsewhere: prefixes that may hold lossy KV are reused for such work only, never unmarked."""
@@ -251,6 +264,7 @@ class DecodeService:
             slot=slot,
             valid_tokens=last.prefix_tokens,
             received=result,
+            transfer_id=ticket.transfer_id,
             fallback=FallbackReason.NONE if last.complete else last.failure,
             detail=last.detail,
             wait_s=asyncio.get_running_loop().time() - started_s,
@@ -337,7 +351,7 @@ def _start_event(
 ) -> StartEvent:
     received = prompt.received
     senders = [] if received is None else [*received.earlier, received.last]
-    remote = received is not None and received.last.complete
+    remote = received is not None and received.last.complete and prompt.fallback is FallbackReason.NONE
     prompt_tokens = len(command.token_ids)
     cached_tokens, computed_tokens = (0, 0) if stats is None else (stats.cached_tokens, stats.computed_tokens)
     return StartEvent(

@@ -18,6 +18,7 @@ from farfill.engine.vllm.completions import from_completion, to_completion
 
 _DATA = b"data: "
 _GENERATE = "/inference/v1/generate"
+_RENDER = "/v1/chat/completions/render"
 _PROBE_S = 10.0
 
 
@@ -99,6 +100,11 @@ class VllmApi:
         except (aiohttp.ClientError, TimeoutError, ValueError, LookupError) as error:
             raise EngineError(f"vLLM does not say what it serves: {error or 'timeout'}") from error
 
+    @property
+    def tokens_only(self) -> bool:
+        """Whether its endpoint for tokens, and that for rendering, are open."""
+        return not self._completions_model
+
     async def close(self) -> None:
         """Idempotent."""
         if self._session is not None:
@@ -108,6 +114,18 @@ class VllmApi:
         """The whole answer of one request. Cancelling withdraws it."""
         async with self._post(body) as response:
             return self._read(await response.read())
+
+    async def render(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The tokens of a chat. Raises InvalidRequestError for what vLLM refuses."""
+        assert self._session is not None
+        try:
+            async with self._session.post(f"{self._endpoint.url}{_RENDER}", json=body) as response:
+                answer = await response.read()
+                if response.status != 200:
+                    raise _refusal(response.status, answer)
+                return json.loads(answer)
+        except aiohttp.ClientError as error:
+            raise EngineError(f"vLLM does not answer: {error}") from error
 
     async def stream(self, body: dict[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
         """The parts of an answer as they come. Closing the iterator withdraws the request."""

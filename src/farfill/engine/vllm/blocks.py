@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import socket
@@ -32,6 +33,7 @@ from farfill.engine.vllm.messages import (
     CACHE_VERSION,
     LINE_SOCKET,
     Alive,
+    Begun,
     CacheTensor,
     Exported,
     ExportFailed,
@@ -148,7 +150,15 @@ def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, 
         kv_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
         prioritizes=vllm_config.scheduler_config.policy == "priority",
         grammar_backend=str(vllm_config.structured_outputs_config.backend),
+        tells_cached=True,
+        images=_image_options(vllm_config.model_config),
     )
+
+
+def _image_options(model_config: Any) -> str:
+    """What an operator told the model's image processor; "" where it does what its folder says."""
+    options = getattr(model_config.multimodal_config, "mm_processor_kwargs", None)
+    return json.dumps(options, sort_keys=True, default=str) if options else ""
 
 
 def _full_path(model: str) -> str:
@@ -312,6 +322,11 @@ class BlockCopier:
     def refused(self, key: str, detail: str) -> None:
         """Tell the engine that the KV of `key` is not used."""
         self._tell(LoadFailed(key, detail, refused=True))
+
+    def begun(self, key: str, cached_tokens: int) -> None:
+        """Tell the engine that `key` begins after so many tokens."""
+        if self._hello.rank == 0:
+            self._tell(Begun(key, cached_tokens))
 
     def blocks_of(self, item: Import) -> set[int]:
         """The blocks that `item` was to fill, of a cache with one group."""

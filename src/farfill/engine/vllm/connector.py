@@ -41,6 +41,7 @@ from farfill.engine.vllm.messages import (
     ExportParams,
     ImportParams,
     Params,
+    WatchParams,
     prompt_digest,
     read_params,
 )
@@ -50,11 +51,13 @@ _log = structlog.get_logger(__name__)
 
 @dataclass
 class _Plan(KVConnectorMetadata):
-    """What the workers are to copy in one step; `refused` are keys of requests whose files are not used, and why."""
+    """What the workers are to copy in one step, and to tell: `refused` are keys of requests whose files are not used,
+    and why; `begun` of those whose prompts begin, and how many tokens vLLM has itself."""
 
     exports: list[Export] = field(default_factory=list[Export])
     imports: list[Import] = field(default_factory=list[Import])
     refused: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
+    begun: list[tuple[str, int]] = field(default_factory=list[tuple[str, int]])
     attach: AttachParams | None = None
 
 
@@ -96,6 +99,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         self._waits = len(kv_cache_config.kv_cache_groups) > 1
         self._exporting: dict[str, _Exporting] = {}
         self._importing: dict[str, _Importing] = {}
+        self._beginning: dict[str, tuple[str, int]] = {}
         self._kept = 0
         self._plan = _Plan()
         self._copier: BlockCopier | None = None
@@ -114,6 +118,8 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(params, AttachParams):
             self._attach(request, params)
             return 0, False
+        if isinstance(params, ImportParams | WatchParams):
+            self._beginning[request.request_id] = (params.key, num_computed_tokens)
         if not isinstance(params, ImportParams) or params.valid_tokens <= num_computed_tokens:
             return 0, False
         problem = self._keep_file(request, params)
@@ -132,6 +138,12 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Where the tokens of the file are to go."""
         params = self._params_of(request)
+        begun = self._beginning.pop(request.request_id, None)
+        if begun is not None:
+            self._plan.begun.append(begun)
+        if isinstance(params, WatchParams):
+            # Once: what it has after a preemption is another matter.
+            request.kv_transfer_params[PARAMS_KEY] = None
         if isinstance(params, ExportParams):
             # What left before a preemption is in the file for good.
             self._exporting.setdefault(request.request_id, _Exporting(request, params))
@@ -189,6 +201,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Nothing holds blocks of a finished request."""
         self._exporting.pop(request.request_id, None)
+        self._beginning.pop(request.request_id, None)
         self._forget_file(request.request_id)
         return False, None
 
@@ -208,7 +221,7 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
         except msgspec.ValidationError as error:
             _log.warning("kv_transfer_params_refused", request_id=request.request_id, detail=str(error))
             return None
-        if params is None or isinstance(params, AttachParams):
+        if params is None or isinstance(params, AttachParams | WatchParams):
             return params
         # Paths come with requests: none may lead out of the folder that the engine made.
         if not self._folder or os.path.dirname(os.path.realpath(params.file)) != self._folder:
@@ -261,12 +274,15 @@ class FarfillConnector(KVConnectorBase_V1, SupportsHMA):
             self._copier.attach(self._folder, self._chunk_tokens)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """First thing of a step: the engine hears of files that are not used before the first token comes of it."""
+        """First thing of a step: the engine hears of what begins, and of files that are not used, before the first
+        token comes of it."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, _Plan)
         assert self._copier is not None
         for key, detail in connector_metadata.refused:
             self._copier.refused(key, detail)
+        for key, cached_tokens in connector_metadata.begun:
+            self._copier.begun(key, cached_tokens)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Copy what this step's requests bring along, before the model reads it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -36,8 +37,10 @@ from farfill.engine.vllm.files import KVFile, KVFolder
 from farfill.engine.vllm.health import Vitals, read_vitals
 from farfill.engine.vllm.jobs import Exports, GenerateJob, Job, PrefillJob
 from farfill.engine.vllm.kv_events import EVENTS_SOCKET, VllmBlockFeed, VllmBlocks
+from farfill.engine.vllm.media import VllmMedia
 from farfill.engine.vllm.messages import (
     Alive,
+    Begun,
     Exported,
     ExportFailed,
     ImportParams,
@@ -63,7 +66,9 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What this vLLM can do. `ranks`: how many have a part of each tensor of the layout. `seeds_in_one_step`: it dies
-    when a seeded request's prompt takes several steps. `first_tokens`: it dies of a prompt with fewer.
+    when a seeded request's prompt takes several steps. `first_tokens`: it dies of a prompt with fewer. `tells_cached`:
+    its connector tells what it has of a prompt. `images`: the token that stands for one, and its text; None: it takes
+    text only.
     """
 
     ranks: tuple[int, ...]
@@ -71,6 +76,8 @@ class Traits:
     first_tokens: int = 1
     prioritizes: bool = True
     grammars: bool = True
+    tells_cached: bool = True
+    images: tuple[int, str] | None = None
 
 
 class VllmEngine:
@@ -93,7 +100,6 @@ class VllmEngine:
         `blocks`: what its KV events are read into.
         """
         self.info = info
-        # vLLM makes its own multimodal prompts, which the connector does not move yet.
         self.media: MediaProcessor | None = None
         self._vocabulary = vocabulary
         self._server = server
@@ -101,9 +107,12 @@ class VllmEngine:
         self._max_queue = max_queue
         self._api = VllmApi(server.endpoint)
         self._loop = asyncio.new_event_loop()
+        if traits.images is not None:
+            self.media = VllmMedia(self._api, self._loop, *traits.images)
         self._thread = Thread(target=self._run, name="farfill-vllm", daemon=True)
         self._jobs: set[Job] = set()
         self._exporting: dict[str, Job] = {}
+        self._generating: dict[str, GenerateJob] = {}
         self._stall_s = stall_s
         self._traits = traits
         self._heard_s = time.monotonic()
@@ -248,6 +257,7 @@ class VllmEngine:
             api=self._api,
             loop=self._loop,
             over=self._over,
+            watch=uuid.uuid4().hex if self._traits.tells_cached else "",
         )
         self._launch(job)
         return job
@@ -275,6 +285,8 @@ class VllmEngine:
         self._jobs.add(job)
         if job.exports is not None:
             self._exporting[job.exports.file.key] = job
+        if isinstance(job, GenerateJob) and job.key:
+            self._generating[job.key] = job
         self._loop.call_soon_threadsafe(job.launch)
 
     def _over(self, job: Job) -> None:
@@ -282,6 +294,7 @@ class VllmEngine:
         if job.exports is not None:
             self._exporting.pop(job.exports.file.key, None)
         if isinstance(job, GenerateJob):
+            self._generating.pop(job.key, None)
             job.free()
 
     def _heard(self, message: Message) -> None:
@@ -290,7 +303,11 @@ class VllmEngine:
             for job in list(self._exporting.values()):
                 job.alive()
             return
-        if isinstance(message, LoadFailed):
+        if isinstance(message, Begun):
+            generating = self._generating.get(message.key)
+            if generating is not None:
+                generating.told_begun(message.cached_tokens)
+        elif isinstance(message, LoadFailed):
             self._not_loaded(message)
         elif isinstance(message, Exported | ExportFailed):
             job = self._exporting.get(message.key)
@@ -302,12 +319,12 @@ class VllmEngine:
                 job.end(EngineError(f"vLLM did not export the prompt's KV: {message.detail}"))
 
     def _not_loaded(self, message: LoadFailed) -> None:
+        reason = "refused" if message.refused else "broken"
         jobs = [job for job in self._jobs if isinstance(job, GenerateJob)]
-        if not sum(job.not_loaded(message.key) for job in jobs):
+        if not sum(job.not_loaded(message.key, f"{reason}: {message.detail}") for job in jobs):
             return  # other ranks and choices told as much, or the request is over
         self._loads_refused += message.refused
         self._loads_broken += not message.refused
-        reason = "refused" if message.refused else "broken"
         _log.warning("kv_not_loaded", key=message.key, reason=reason, detail=message.detail)
 
     def _line_ended(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
@@ -21,11 +22,21 @@ from farfill.engine.protocol import (
 )
 from farfill.engine.vllm.api import VllmApi
 from farfill.engine.vllm.files import KVFile
-from farfill.engine.vllm.messages import ExportParams, ImportParams, export_params, import_params
+from farfill.engine.vllm.media import check_prompt, prompt_fields
+from farfill.engine.vllm.messages import (
+    ExportParams,
+    ImportParams,
+    WatchParams,
+    export_params,
+    import_params,
+    watch_params,
+)
 from farfill.kv.manifest import Manifest
 
 # After vLLM answered, all its exports are on their way through a local socket.
 LAST_EXPORTS_S = 5.0
+# Before vLLM computes a first token, it told through that socket how much of the prompt it has.
+BEGUN_S = 1.0
 
 
 class Exports:
@@ -205,9 +216,10 @@ class GenerateJob(Job):
         loop: asyncio.AbstractEventLoop,
         over: Callable[[Job], None],
         exports: Exports | None = None,
+        watch: str = "",
     ) -> None:
         """`fields`: the sampling, as vLLM names it. `exports`: a request of its own computes the prompt into `file`
-        first, of which nothing is valid yet.
+        first, of which nothing is valid yet. `watch` names it in `messages.Begun`; empty where nobody tells.
         """
         super().__init__(len(work.prompt) - 1 - valid_tokens, loop, over, exports)
         self._work = work
@@ -220,6 +232,23 @@ class GenerateJob(Job):
         self._texts = [_text(work, vocabulary) for _ in range(work.sampling.n)]
         self._open = set(range(work.sampling.n))
         self._silent = set(range(work.sampling.n))
+        self._watch = watch
+        self._begun_event = asyncio.Event()
+        self._local_tokens = 0
+        self._kv_problem = ""
+
+    @property
+    def key(self) -> str:
+        """What the connector calls this generation; empty where nobody tells of it."""
+        if not self._watch:
+            return ""
+        return self._watch if self._file is None else self._file.key
+
+    def told_begun(self, cached_tokens: int) -> None:
+        """vLLM begins, with so many tokens in its own cache. Only the first time counts: choices share a prompt."""
+        if not self._begun_event.is_set():
+            self._local_tokens = cached_tokens
+            self._begun_event.set()
 
     async def run(self) -> None:
         """Stream until each choice ended."""
@@ -227,8 +256,9 @@ class GenerateJob(Job):
         if self.exports is not None:
             computed = await _export(self._api, self._work, self.exports, self.began_s)
             self._valid_tokens = computed.computed_tokens + computed.cached_tokens
+        media = self._work.media_inputs
         body: dict[str, Any] = {
-            "token_ids": list(self._work.prompt),
+            **prompt_fields(self._work.prompt, media),
             "sampling_params": self._fields,
             "cache_salt": self._work.cache_salt or None,
             "priority": self._work.priority,
@@ -244,10 +274,13 @@ class GenerateJob(Job):
                     self._valid_tokens,
                 )
             )
+        elif self.key:
+            body["kv_transfer_params"] = watch_params(WatchParams(self.key))
         async with aclosing(self._api.stream(body)) as parts:
             async for part in parts:
                 if self.waiting and part.get("choices"):
-                    self._prefilled(part, computed)
+                    check_prompt(part, self._work.prompt, media)
+                    await self._prefilled(computed)
                 for choice in part.get("choices") or ():
                     self._silent.discard(choice["index"])
                     self._choice(choice)
@@ -261,7 +294,7 @@ class GenerateJob(Job):
         """See `Job`."""
         self._sink.failed(error)
 
-    def not_loaded(self, key: str) -> bool:
+    def not_loaded(self, key: str, problem: str) -> bool:
         """vLLM does not take the KV in file `key`: it computes the prompt, or soon ends the request.
 
         False: it is another request's, or this is known.
@@ -269,6 +302,7 @@ class GenerateJob(Job):
         news = self._file is not None and self._file.key == key and self._valid_tokens > 0
         if news:
             self._valid_tokens = 0
+            self._kv_problem = problem
         return news
 
     def free(self) -> None:
@@ -276,19 +310,24 @@ class GenerateJob(Job):
         if self._file is not None:
             self._file.release()
 
-    def _prefilled(self, part: dict[str, Any], computed: PrefillStats | None) -> None:
+    async def _prefilled(self, computed: PrefillStats | None) -> None:
         self.waiting = False
         if computed is not None:
             self._sink.prefilled(computed)
             return
+        if self.key:
+            with contextlib.suppress(TimeoutError):  # nothing depends on it but what is told
+                async with asyncio.timeout(BEGUN_S):
+                    await self._begun_event.wait()
         num_tokens = len(self._work.prompt) - 1
-        cached = min(max(0, _cached_tokens(part) - self._valid_tokens), num_tokens - self._valid_tokens)
+        cached = min(max(0, self._local_tokens - self._valid_tokens), num_tokens - self._valid_tokens)
         self._sink.prefilled(
             PrefillStats(
                 queued_s=0.0,
                 compute_s=time.monotonic() - self.began_s,
                 computed_tokens=num_tokens - self._valid_tokens - cached,
                 cached_tokens=cached,
+                kv_problem=self._kv_problem,
             )
         )
 
@@ -353,16 +392,18 @@ class GenerateJob(Job):
 
 async def _export(api: VllmApi, work: PrefillWork | GenerateWork, exports: Exports, began_s: float) -> PrefillStats:
     """Have vLLM compute the prompt without its last token, and one more, which nobody wants; wait for its KV."""
-    file, num_tokens = exports.file, len(work.prompt) - 1
+    file, prompt = exports.file, work.prompt[:-1]
+    num_tokens = len(prompt)
     answer = await api.once(
         {
-            "token_ids": list(work.prompt[:-1]),
+            **prompt_fields(prompt, work.media_inputs),
             "sampling_params": {"max_tokens": 1, "temperature": 0.0, "detokenize": False},
             "cache_salt": work.cache_salt or None,
             "priority": work.priority,
             "kv_transfer_params": export_params(ExportParams(file.key, str(file.path), num_tokens)),
         }
     )
+    check_prompt(answer, prompt, work.media_inputs)
     await exports.wait()
     cached = _cached_tokens(answer)
     return PrefillStats(

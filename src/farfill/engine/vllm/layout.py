@@ -72,4 +72,5 @@ def _tensor(tensor: CacheTensor, name: str, row_bytes: int) -> TensorLayout:
 
 def identity_of(hello: Hello) -> tuple[object, ...]:
     """All that decides what a block's bytes mean, the model and the layout aside."""
-    return ("vllm", hello.cache_version, hello.vllm_version, hello.platform, hello.dtype)
+    images = (hello.images,) if hello.images else ()
+    return ("vllm", hello.cache_version, hello.vllm_version, hello.platform, hello.dtype, *images)

@@ -9,11 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import structlog
 from tokenizers import Tokenizer
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.config.secrets import resolve_secret
-from farfill.core.errors import ConfigError, EngineError, FarfillError
+from farfill.core.errors import ConfigError, EngineError, FarfillError, InvalidRequestError
 from farfill.core.layout import KVLayout
 from farfill.engine.fingerprint import fingerprint
 from farfill.engine.output import Vocabulary
@@ -24,6 +25,7 @@ from farfill.engine.vllm.engine import STALL_S, Traits, VllmEngine
 from farfill.engine.vllm.files import KVFolder
 from farfill.engine.vllm.kv_events import VllmBlocks
 from farfill.engine.vllm.layout import identity_of, layout_of, ranks_of
+from farfill.engine.vllm.media import placeholder_of, render
 from farfill.engine.vllm.messages import Hello
 from farfill.engine.vllm.server import VllmServer
 
@@ -32,6 +34,8 @@ FIRST_REQUEST_S = 120.0
 # vLLM 0.32 on CPU: the convolution of their linear attention takes a single token for a wrongly laid out tensor.
 _NOT_ONE_TOKEN = ("Qwen3_5", "Qwen3Next")
 _MIB = 1 << 20
+
+log = structlog.get_logger(__name__)
 
 
 def load_engine(
@@ -50,6 +54,8 @@ def load_engine(
     """
     path = base_dir / model.path
     config = _read_config(path)
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    images = placeholder_of(config, tokenizer)
     folder = KVFolder(engine.kv_cache_mb * _MIB)
     server: VllmServer | AttachedServer | None = None
     try:
@@ -57,7 +63,7 @@ def load_engine(
         hellos = server.wait_ready(START_TIMEOUT_S, stopped)
         _check_same_model(hellos[0], path)
         layout = layout_of(hellos, prefill.chunked_prefill_tokens)
-        asyncio.run(_first_request(server.endpoint))
+        takes_images = asyncio.run(_first_request(server.endpoint, images=images is not None))
     except BaseException:
         if server is not None:
             server.stop()
@@ -72,7 +78,6 @@ def load_engine(
         vocab_size=int(config["vocab_size"]),
         kv_total_bytes=sum(hello.kv_bytes for hello in hellos) if engine.attach else engine.kv_cache_mb * _MIB,
     )
-    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
     on_cpu = hellos[0].platform.startswith("cpu:")
     architectures = " ".join(config.get("architectures") or ())
     vocabulary = Vocabulary.of(tokenizer, _eos_ids(path, config), info.vocab_size)
@@ -90,6 +95,8 @@ def load_engine(
             first_tokens=2 if on_cpu and any(name in architectures for name in _NOT_ONE_TOKEN) else 1,
             prioritizes=hellos[0].prioritizes,
             grammars=hellos[0].grammar_backend == "guidance",
+            tells_cached=hellos[0].tells_cached,
+            images=images if takes_images else None,
         ),
         blocks=_blocks(server, layout, hellos[0]),
     )
@@ -145,8 +152,11 @@ def _check_same_model(hello: Hello, path: Path) -> None:
         raise ConfigError(f"vLLM serves {Path(hello.model).resolve()}, model.path is {path.resolve()}")
 
 
-async def _first_request(endpoint: Endpoint) -> None:
-    """vLLM loads a few things, for seconds, with its first request; and one without our endpoint is found out now."""
+async def _first_request(endpoint: Endpoint, *, images: bool) -> bool:
+    """vLLM loads a few things, for seconds, with its first request; and one without our endpoint is found out now.
+
+    `images`: the model takes some. Returns whether vLLM renders prompts for them.
+    """
     api = VllmApi(endpoint)
     await api.open()
     try:
@@ -154,10 +164,24 @@ async def _first_request(endpoint: Endpoint) -> None:
         async with asyncio.timeout(FIRST_REQUEST_S):
             sampling = {"max_tokens": 2, "temperature": 0.0, "detokenize": False}
             await api.once({"token_ids": [0, 0], "sampling_params": sampling})
+            return images and await _renders(api)
     except (FarfillError, TimeoutError) as error:
         raise EngineError(f"vLLM is up but did not answer a first request: {error or 'timeout'}") from error
     finally:
         await api.close()
+
+
+async def _renders(api: VllmApi) -> bool:
+    """Whether what prompts with images need is open; they are refused otherwise."""
+    problem = "it was started without --enable-scale-out"
+    if api.tokens_only:
+        try:
+            await render(api, "text", (), add_special_tokens=False)
+            return True
+        except InvalidRequestError as error:
+            problem = str(error)
+    log.warning("vllm_takes_no_images", detail=problem)
+    return False
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -44,7 +44,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """First message of a vLLM worker process: what its cache is made of, and all that decides what its bytes mean.
 
     The rest is how vLLM was started: `model` as it was told, `kv_bytes` of one rank's cache, whether it schedules by
-    priority, and what makes its grammars.
+    priority, and what makes its grammars. `tells_cached`: it understands `WatchParams`. `images`: how it was told to
+    process images otherwise than the model's folder says.
     """
 
     cache_version: int
@@ -60,6 +61,8 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     kv_bytes: int = 0
     prioritizes: bool = True
     grammar_backend: str = "guidance"
+    tells_cached: bool = False
+    images: str = ""
 
 
 class Exported(msgspec.Struct, tag="exported", frozen=True):
@@ -89,7 +92,14 @@ class LoadFailed(msgspec.Struct, tag="load_failed", frozen=True):
     refused: bool = False
 
 
-Message = Hello | Exported | Alive | ExportFailed | LoadFailed
+class Begun(msgspec.Struct, tag="begun", frozen=True):
+    """vLLM begins with request `key`, and has the KV of the first `cached_tokens` of its prompt in its own cache."""
+
+    key: str
+    cached_tokens: int
+
+
+Message = Hello | Exported | Alive | ExportFailed | LoadFailed | Begun
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
@@ -117,6 +127,12 @@ class ImportParams(msgspec.Struct, tag="import", frozen=True):
     digest: str = ""
 
 
+class WatchParams(msgspec.Struct, tag="watch", frozen=True):
+    """Tell when this request begins (`Begun`); imports are told of in any case."""
+
+    key: str
+
+
 class AttachParams(msgspec.Struct, tag="attach", frozen=True):
     """From now on open the line in `folder`, and take and leave KV there."""
 
@@ -124,7 +140,7 @@ class AttachParams(msgspec.Struct, tag="attach", frozen=True):
     chunk_tokens: int
 
 
-Params = ExportParams | ImportParams | AttachParams
+Params = ExportParams | ImportParams | WatchParams | AttachParams
 
 
 def attach_params(params: AttachParams) -> dict[str, object]:
@@ -140,6 +156,11 @@ def export_params(params: ExportParams) -> dict[str, object]:
 def import_params(params: ImportParams) -> dict[str, object]:
     """`kv_transfer_params` of a generation whose KV is there."""
     return {"do_remote_decode": False, "do_remote_prefill": True, PARAMS_KEY: msgspec.to_builtins(params)}
+
+
+def watch_params(params: WatchParams) -> dict[str, object]:
+    """`kv_transfer_params` of a generation without KV from elsewhere."""
+    return {"do_remote_decode": False, "do_remote_prefill": False, PARAMS_KEY: msgspec.to_builtins(params)}
 
 
 def read_params(raw: object) -> Params | None:

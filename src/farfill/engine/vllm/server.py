@@ -55,6 +55,8 @@ class VllmServer:
             "--structured-outputs-config.backend=guidance",
             "--scheduling-policy=priority",
             "--enable-prompt-tokens-details",
+            # Prompts with images are rendered with a template of ours; nobody else reaches this server.
+            "--trust-request-chat-template",
             *_transfer(folder, chunk_tokens),
             f"--kv-events-config={json.dumps(_events(folder))}",
             *_prefix_cache(model),

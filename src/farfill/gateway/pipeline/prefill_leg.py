@@ -27,7 +27,9 @@ log = structlog.get_logger("farfill.gateway")
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 1.0
 # Faults of decode or of nobody: they say nothing about the far side.
-_NEUTRAL = frozenset({FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.WITHDRAWN})
+_NEUTRAL = frozenset(
+    {FallbackReason.NONE, FallbackReason.KV_MEMORY, FallbackReason.KV_NOT_LOADED, FallbackReason.WITHDRAWN}
+)
 # The way there is at fault, more than who went it: another site has another one.
 _OF_THE_WAY = frozenset({FallbackReason.PREFILL_UNREACHABLE, FallbackReason.LINK_LOST, FallbackReason.TRANSFER_TIMEOUT})
 
