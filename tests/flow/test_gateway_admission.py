@@ -141,7 +141,7 @@ async def test_guard_of_running_streams_stops_local_prefill(tmp_path: Path) -> N
         gateway.service.fallback._gaps.clear()
         gateway.service.fallback._looked_s = float("-inf")
         for _ in range(100):
-            gateway.service.fallback.token_gap(0.2)
+            gateway.service.fallback.token_gap(0.2, gateway.service.deps.clock.now_s())
         assert await refused(gateway, body("y" * 100)) == (503, "fallback_itl_guard", 2)
 
 

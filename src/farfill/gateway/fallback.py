@@ -47,16 +47,16 @@ class FallbackGate:
                 itl_limit_s=config.itl_limit_ms / 1000 if config.itl_limit_ms else inf,
             )
         )
-        self._guarded = config.itl_limit_ms > 0
+        self.guarded = config.itl_limit_ms > 0
+        """Whether it wants to hear of gaps between tokens."""
         self._clock = clock
         self._observer = observer
         self._gaps: deque[tuple[float, float]] = deque(maxlen=MAX_GAPS)
         self._looked_s = -inf
 
-    def token_gap(self, gap_s: float) -> None:
+    def token_gap(self, gap_s: float, now_s: float) -> None:
         """A running stream's next token took so long."""
-        if self._guarded:
-            self._gaps.append((self._clock.now_s(), gap_s))
+        self._gaps.append((now_s, gap_s))
 
     def open(self, tokens: int) -> bool:
         """Whether it would be granted now."""
@@ -88,7 +88,7 @@ class FallbackGate:
     def _look(self) -> None:
         """Bring the guard up to date, twice a second at most."""
         now_s = self._clock.now_s()
-        if not self._guarded or now_s - self._looked_s < ITL_PERIOD_S:
+        if not self.guarded or now_s - self._looked_s < ITL_PERIOD_S:
             return
         self._looked_s = now_s
         while self._gaps and self._gaps[0][0] < now_s - ITL_WINDOW_S:

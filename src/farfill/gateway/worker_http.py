@@ -119,25 +119,20 @@ class Answer:
             self._connection.close()
 
     def came(self, data: bytes) -> None:
-        """A piece of it is there."""
-        self._pieces.append(data)
-        self._size += len(data)
-        if self._size > READ_BYTES:
-            self._connection.pause_reading()
-        if self._waiter is not None and self._take is None:
-            self._wake()
-
-    def all_came(self) -> None:
-        """That was all that one read brought."""
+        """So much of it came with one read."""
         take = self._take
-        if take is None or not self._pieces:
-            return
-        try:
-            if take(self._taken()):
-                return
-        except Exception as error:
-            self._raised = error
-        self._take = None
+        if take is not None:
+            try:
+                if take(data):
+                    return
+            except Exception as error:
+                self._raised = error
+            self._take = None
+        else:
+            self._pieces.append(data)
+            self._size += len(data)
+            if self._size > READ_BYTES:
+                self._connection.pause_reading()
         self._wake()
 
     def complete(self) -> None:
@@ -153,7 +148,7 @@ class Answer:
 
     def _taken(self) -> bytes:
         data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
-        self._pieces = []
+        self._pieces.clear()
         self._size = 0
         self._connection.resume_reading()
         return data
@@ -289,6 +284,9 @@ class _Connection(asyncio.Protocol):
         self._loop = loop
         self._pool = pool
         self._transport: asyncio.Transport | None = None
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append
+        """The parser's: a piece of the body. They are handed on once a read is parsed, or with the answer's end."""
         self._parser = httptools.HttpResponseParser(self)
         self._head: asyncio.Future[Answer] | None = None
         self._head_bytes = 0
@@ -337,18 +335,18 @@ class _Connection(asyncio.Protocol):
         if self._head is None and self._answer is None:  # nobody asked
             self.close()
             return
-        answer = self._answer
-        if answer is None:
+        if self._answer is None:
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self._hand_on()
             self._fail(BrokenError(repr(error)))
             self.close()
             return
-        if answer is not None:
-            answer.all_came()
-        elif self._answer is None and self._head_bytes > MAX_HEAD_BYTES:
+        if self._pieces:
+            self._hand_on()
+        if self._answer is None and self._head_bytes > MAX_HEAD_BYTES:
             self._fail(BrokenError(f"the head of an answer is over {MAX_HEAD_BYTES} bytes"))
             self.close()
 
@@ -382,22 +380,26 @@ class _Connection(asyncio.Protocol):
         if not head.done():
             head.set_result(answer)
 
-    def on_body(self, data: bytes) -> None:
-        """The parser's: a piece of the body."""
-        if self._answer is not None:
-            self._answer.came(data)
-
     def on_message_complete(self) -> None:
         """The parser's: the answer's end."""
         if self._interim or self._answer is None:
             return
+        self._hand_on()
         answer, self._answer, self._head = self._answer, None, None
+        self._head_bytes = 0
         answer.complete()
         if self.should_close or not self._parser.should_keep_alive() or not self.is_connected():
             self.close()
             return
         self.idle_since_s = self._loop.time()
         self._pool.ended(self, reusable=True)
+
+    def _hand_on(self) -> None:
+        pieces = self._pieces
+        if pieces and self._answer is not None:
+            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+            pieces.clear()
+            self._answer.came(data)
 
     async def _send(self, head: bytes, body: bytes) -> None:
         assert self._transport is not None, "checked by the caller"

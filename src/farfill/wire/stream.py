@@ -37,7 +37,10 @@ class StreamReader(Generic[Message]):
         if not self._buffer and len(data) >= _LENGTH_BYTES:  # mostly it is one message, whole
             length = int.from_bytes(data[:_LENGTH_BYTES], "big")
             if len(data) == _LENGTH_BYTES + length and length <= self._max_bytes:
-                return [self._decoded(data[_LENGTH_BYTES:])]
+                try:
+                    return [self._decode(data[_LENGTH_BYTES:])]
+                except msgspec.DecodeError as error:
+                    raise self._malformed(error) from error
         return list(self.feed(data))
 
     def feed(self, data: bytes) -> Iterator[Message]:
@@ -52,10 +55,10 @@ class StreamReader(Generic[Message]):
                 return
             body = bytes(self._buffer[_LENGTH_BYTES:end])
             del self._buffer[:end]
-            yield self._decoded(body)
+            try:
+                yield self._decode(body)
+            except msgspec.DecodeError as error:
+                raise self._malformed(error) from error
 
-    def _decoded(self, body: bytes) -> Message:
-        try:
-            return self._decode(body)
-        except msgspec.DecodeError as error:
-            raise ProtocolError(f"malformed {self._what}: {error}") from error
+    def _malformed(self, error: msgspec.DecodeError) -> ProtocolError:
+        return ProtocolError(f"malformed {self._what}: {error}")

@@ -17,7 +17,6 @@ from farfill.gateway.openai.render import (
     Usage,
     encode,
     nothing_new,
-    only_text,
     sse,
     token_text,
 )
@@ -129,7 +128,8 @@ class ChatRenderer:
         self._r = rendering
         self._new_parser = new_parser
         self._parsers: dict[int, AssistantParser] = {}
-        self._events: dict[int, PlainEvents] = {}
+        self._plain: dict[int, PlainEvents] = {}
+        """Of choices whose text is content as it comes: what brings nothing else, save perhaps unasked token ids."""
         self._id = f"chatcmpl-{rendering.request_id}"
 
     def begin(self, index: int) -> bytes:
@@ -138,11 +138,16 @@ class ChatRenderer:
         return self._chunk([choice], self._r.chunk_usage, ids)
 
     def chunk(self, index: int, event: TokensEvent) -> bytes:
+        plain = self._plain.get(index)
+        if plain is not None and event.finish_reason is None and event.stop_reason is None and event.logprobs is None:
+            text = event.text
+            return plain.before + encode(text) + plain.after if text else b""
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._new_parser()
-        if parser.plain and only_text(event) and not self._r.return_token_ids:
-            return self._plain(index).of(event.text) if event.text else b""
+            if parser.plain and not self._r.return_token_ids:
+                self._plain[index] = self._plain_events(index)
+                return self.chunk(index, event)
         parsed = parser.push(event.text, event.finish_reason)
         shows = bool(parsed.content or parsed.reasoning or parsed.calls)
         if not shows and nothing_new(event, "", self._r.return_token_ids):
@@ -164,15 +169,11 @@ class ChatRenderer:
     def usage(self, usage: Usage) -> bytes:
         return self._chunk([], usage)
 
-    def _plain(self, index: int) -> PlainEvents:
-        events = self._events.get(index)
-        if events is None:
+    def _plain_events(self, index: int) -> PlainEvents:
+        def event(text: str) -> ChatChunk:
+            return self._chunk_of([ChatChunkChoice(index=index, delta=Delta(content=text))], self._r.chunk_usage)
 
-            def event(text: str) -> ChatChunk:
-                return self._chunk_of([ChatChunkChoice(index=index, delta=Delta(content=text))], self._r.chunk_usage)
-
-            events = self._events[index] = PlainEvents(event)
-        return events
+        return PlainEvents(event)
 
     def whole(self, choices: list[ChoiceResult], usage: Usage) -> bytes:
         return encode(

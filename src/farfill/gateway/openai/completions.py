@@ -16,7 +16,6 @@ from farfill.gateway.openai.render import (
     Usage,
     encode,
     nothing_new,
-    only_text,
     sse,
     token_text,
 )
@@ -63,7 +62,7 @@ class CompletionRenderer:
     def __init__(self, rendering: Rendering) -> None:
         self._r = rendering
         self._id = f"cmpl-{rendering.request_id}"
-        self._events: dict[int, PlainEvents] = {}
+        self._plain: dict[int, PlainEvents] = {}
         self._offsets: dict[int, _TextOffset] = {}
 
     def begin(self, index: int) -> bytes:
@@ -75,8 +74,13 @@ class CompletionRenderer:
         return sse(self._message([choice], self._r.chunk_usage))
 
     def chunk(self, index: int, event: TokensEvent) -> bytes:
-        if only_text(event) and not self._r.return_token_ids:
-            return self._plain(index).of(event.text) if event.text else b""
+        plain = self._plain.get(index)
+        if plain is None:
+            plain = self._plain[index] = self._plain_events(index)
+        bare = event.finish_reason is None and event.stop_reason is None and event.logprobs is None
+        if bare and not self._r.return_token_ids:
+            text = event.text
+            return plain.before + encode(text) + plain.after if text else b""
         if nothing_new(event, event.text, self._r.return_token_ids):
             return b""
         choice = CompletionChoice(
@@ -92,15 +96,11 @@ class CompletionRenderer:
     def usage(self, usage: Usage) -> bytes:
         return sse(self._message([], usage))
 
-    def _plain(self, index: int) -> PlainEvents:
-        events = self._events.get(index)
-        if events is None:
+    def _plain_events(self, index: int) -> PlainEvents:
+        def event(text: str) -> Completion:
+            return self._message([CompletionChoice(index=index, text=text)], self._r.chunk_usage)
 
-            def event(text: str) -> Completion:
-                return self._message([CompletionChoice(index=index, text=text)], self._r.chunk_usage)
-
-            events = self._events[index] = PlainEvents(event)
-        return events
+        return PlainEvents(event)
 
     def whole(self, choices: list[ChoiceResult], usage: Usage) -> bytes:
         return encode(self._message([self._choice(c) for c in choices], usage))

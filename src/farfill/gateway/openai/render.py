@@ -116,11 +116,8 @@ class PlainEvents:
 
     def __init__(self, event_of: Callable[[str], msgspec.Struct]) -> None:
         # The last one: names before it may be anything.
-        self._before, _, self._after = sse(event_of(_MARK)).rpartition(encode(_MARK))
-
-    def of(self, text: str) -> bytes:
-        """One server-sent event."""
-        return self._before + encode(text) + self._after
+        self.before, _, self.after = sse(event_of(_MARK)).rpartition(encode(_MARK))
+        """What stands around the text, which is to be encoded."""
 
 
 def sse(message: msgspec.Struct) -> bytes:
@@ -134,11 +131,6 @@ def token_text(token: LogprobMessage, prefix: str = "") -> str:
         return token.text_bytes.decode()
     except UnicodeDecodeError:
         return prefix + "".join(f"\\x{byte:02x}" for byte in token.text_bytes)
-
-
-def only_text(event: TokensEvent) -> bool:
-    """Whether `event` brings nothing but text, and perhaps token ids."""
-    return event.finish_reason is None and event.stop_reason is None and event.logprobs is None
 
 
 def nothing_new(event: TokensEvent, text: str, return_token_ids: bool) -> bool:

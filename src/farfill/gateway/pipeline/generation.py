@@ -162,7 +162,11 @@ class Generation:
             raise
 
     def _take(self, events: list[GenerationEvent]) -> list[TokensEvent]:
-        batch: list[TokensEvent] = []
+        if len(events) == 1 and type(events[0]) is TokensEvent:  # mostly
+            batch = [events[0]]
+            self._seen(batch)
+            return batch
+        batch = list[TokensEvent]()
         for event in events:
             if isinstance(event, TokensEvent):
                 batch.append(event)
@@ -186,14 +190,18 @@ class Generation:
         if timing.last_s is None:
             timing.first_s = now_s
         else:
-            self.observer.token_gap(self.placement.decode.model, now_s - timing.last_s)
-            self.gaps.token_gap(now_s - timing.last_s)
+            gap_s = now_s - timing.last_s
+            self.observer.token_gap(self.placement.decode.model, gap_s)
+            if self.gaps.guarded:
+                self.gaps.token_gap(gap_s, now_s)
         timing.last_s = now_s
         for event in batch:
-            timing.tokens += len(event.token_ids)
+            tokens = len(event.token_ids)
+            timing.tokens += tokens
             if event.index == 0:
-                timing.choice_0_tokens += len(event.token_ids)
-                self.token_ids += event.token_ids[: max(0, KEPT_TOKEN_IDS - len(self.token_ids))]
+                timing.choice_0_tokens += tokens
+                if timing.choice_0_tokens - tokens < KEPT_TOKEN_IDS:
+                    self.token_ids += event.token_ids[: KEPT_TOKEN_IDS - len(self.token_ids)]
             if event.finish_reason is not None:
                 self.finish_reasons.append(event.finish_reason)
 

@@ -7,7 +7,7 @@ from collections import Counter as CountOf
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from prometheus_client import Counter, Histogram
+from prometheus_client import Counter
 
 from farfill.core.cluster import FallbackReason, Instance, InstanceState, PlacementReason, Role
 from farfill.telemetry.metrics.access import AccessMetrics
@@ -20,6 +20,7 @@ from farfill.telemetry.metrics.families import (
     TRANSFER_BUCKETS_S,
     TTFT_BUCKETS_S,
     MetricSet,
+    Tally,
 )
 from farfill.telemetry.metrics.policies import PolicyMetrics
 
@@ -75,7 +76,7 @@ class _Counts(NamedTuple):
     """Children that requests of the same labels share; `tokens` in the order of `TOKEN_KINDS`."""
 
     requests: Counter
-    duration: Histogram
+    duration: Tally
     tokens: tuple[Counter, ...]
 
 
@@ -108,8 +109,8 @@ class GatewayMetrics:
         in_flight().set_function(lambda: float(self._running))
         # What is looked up for every request and token, by labels: as many entries as children.
         self._counts: dict[tuple[str, str, str, PlacementReason | None], _Counts] = {}
-        self._stage: dict[str, Histogram] = {}
-        self._gaps: dict[str, Histogram] = {}
+        self._stage: dict[str, Tally] = {}
+        self._gaps: dict[str, Tally] = {}
         self._eligible = metrics.counter(
             "farfill_offload_eligible", "Requests long enough for far prefill, whether or not it could be had."
         )
@@ -130,27 +131,23 @@ class GatewayMetrics:
 
     def _declare_latencies(self, metrics: MetricSet, models: Iterable[str]) -> None:
         placements = ("local", "remote")
-        self._ttft = metrics.histogram(
+        self._ttft = metrics.tally(
             "farfill_ttft_seconds",
             "Request accepted to first token sent.",
             TTFT_BUCKETS_S,
             model=models,
             placement=placements,
         )
-        self._tpot = metrics.histogram(
+        self._tpot = metrics.tally(
             "farfill_tpot_seconds",
             "(Last - first token) / (n - 1), per request.",
             ITL_BUCKETS_S,
             model=models,
             placement=placements,
         )
-        self._itl = metrics.histogram(
-            "farfill_itl_seconds", "Each gap between token events.", ITL_BUCKETS_S, model=models
-        )
-        self._duration = metrics.histogram(
-            "farfill_request_seconds", "Whole requests.", TTFT_BUCKETS_S, outcome=OUTCOMES
-        )
-        self._stages = metrics.histogram(
+        self._itl = metrics.tally("farfill_itl_seconds", "Each gap between token events.", ITL_BUCKETS_S, model=models)
+        self._duration = metrics.tally("farfill_request_seconds", "Whole requests.", TTFT_BUCKETS_S, outcome=OUTCOMES)
+        self._stages = metrics.tally(
             "farfill_stage_seconds", "Steps of the request pipeline.", STAGE_BUCKETS_S, stage=()
         )
         self._lag = metrics.histogram(
