@@ -29,6 +29,8 @@ TELLING_FILTERS = ("exclude", "health")
 and let everybody through; a test holds a run with all of them against one with these."""
 _ALIKE_SCORES = frozenset({"kv_bytes", "tenant_share"})
 """Scorers that give every simulated instance the same: none has a known KV memory or tenants' shares."""
+_MIN_LENGTHS = 64
+"""`gateway.adapt` searches on no fewer new lengths either."""
 _NEEDS_BUDGET = frozenset({PlacementReason.BREAKER_OPEN, PlacementReason.NO_PREFILL_INSTANCE})
 
 
@@ -72,6 +74,8 @@ class Gateway:
         self.bandwidth = Bandwidth.SCARCE
         self.links_seen()
         self.searches = 0
+        self._new_lengths = 0
+        self._searched_s = 0.0
         self.far_done = 0
         self.far_failures = 0
         self.members_changed()
@@ -148,6 +152,7 @@ class Gateway:
             )
         )
         self._trigger.seen(decision.compared_tokens)
+        self._new_lengths += 1
         return decision.reason, None if decision.site is None else self._hardware.by_name[decision.site]
 
     def place_prefill(self, request: Request, site: Site, hits: PrefixHits) -> PrefillServer | None:
@@ -225,7 +230,7 @@ class Gateway:
         return found
 
     def adapt(self) -> None:
-        """Search the threshold again if `policy.regime` says so."""
+        """Search the threshold again if `policy.regime` says so, or when half of the lengths it knows are new."""
         far, near = self._hardware.far, self._hardware.near
         if not self._policies.adapt_threshold or not far or self.threshold_tokens >= NEVER:
             return
@@ -235,9 +240,15 @@ class Gateway:
             utilisation=max(site.utilisation for site in far),
             capacities=self._capacities(),
         )
-        if self._trigger.due(strain, self._kernel.now_s) is not None:
-            self.threshold_tokens = self._searched(far)
-            self.searches += 1
+        now_s = self._kernel.now_s
+        enough = self._new_lengths >= max(_MIN_LENGTHS, len(self._trigger.lengths()) // 2)
+        periodic = enough and now_s - self._searched_s >= self._policies.research_period_s
+        if self._trigger.due(strain, now_s) is None and not periodic:
+            return
+        self.threshold_tokens = self._searched(far)
+        self._trigger.searched(strain, now_s)
+        self.searches += 1
+        self._searched_s, self._new_lengths = now_s, 0
 
     def _capacities(self) -> tuple[float, ...]:
         hardware = self._hardware

@@ -14,7 +14,8 @@ from farfill.core.errors import ConfigError
 from farfill.planner.kv_report import seconds_text
 from farfill.planner.plot import figure, save
 from farfill.simulator.replay import Replayed
-from farfill.simulator.run import Result, Spread
+from farfill.simulator.run import LinkUse, Result, Spread
+from farfill.simulator.scenario import NEVER
 
 
 def print_result(console: Console, result: Result) -> None:
@@ -22,7 +23,7 @@ def print_result(console: Console, result: Result) -> None:
     console.print(
         Text(
             f"{result.scenario}: {result.requests:,} requests over {seconds_text(result.simulated_s)} of virtual time,"
-            f" seed {result.seed}",
+            f" seed {result.seed}; arrivals: {result.arrivals}",
             style="bold",
         )
     )
@@ -89,14 +90,25 @@ def _rates(result: Result) -> Table:
     table.add_row("prefilled far", f"{result.offload_share:.1%}")
     cached = result.cached_tokens / result.prompt_tokens if result.prompt_tokens else 0.0
     table.add_row("prompt tokens cached", f"{cached:.1%}")
-    searched = f", searched {result.threshold_searches} times" if result.threshold_searches else ""
-    table.add_row("threshold at the end", f"{result.threshold_tokens:,} tokens{searched}")
+    table.add_row("threshold at the end", _threshold(result))
     for link in result.links:
         table.add_row(
             f"link from {link.site}",
-            f"{link.gbit_per_s:.3g} Gbit/s, {link.utilisation:.1%} of it, {link.most:.0%} at most",
+            f"{link.gbit_per_s:.3g} Gbit/s of KV{_wire(link)}, {link.utilisation:.1%} of it, {link.most:.0%} at most",
         )
     return table
+
+
+def _threshold(result: Result) -> str:
+    if result.threshold_tokens >= NEVER:
+        return "none: nothing goes far"
+    searched = f", {result.first_threshold_tokens:,} at first, searched {result.threshold_searches} times"
+    return f"{result.threshold_tokens:,} tokens{searched if result.threshold_searches else ''}"
+
+
+def _wire(link: LinkUse) -> str:
+    same = link.wire_gbit_per_s > link.gbit_per_s * (1 - 1e-9)
+    return "" if same else f" ({link.wire_gbit_per_s:.3g} on the wire)"
 
 
 def _replayed(replayed: Replayed) -> Table:

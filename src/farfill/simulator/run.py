@@ -10,6 +10,7 @@ import numpy as np
 from farfill.planner.curves import Floats
 from farfill.simulator.replay import DEFAULT_BOUND, Replayed, held_against
 from farfill.simulator.scenario import Scenario
+from farfill.simulator.traffic import arrivals_text
 from farfill.simulator.world import World
 
 RESULT_VERSION = 1
@@ -26,10 +27,11 @@ class Spread(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Over the whole run. `gbit_per_s` is KV carried."""
+    """Over the whole run. `gbit_per_s` is raw KV carried, `wire_gbit_per_s` what that is when compressed."""
 
     site: str
     gbit_per_s: float
+    wire_gbit_per_s: float
     utilisation: float
     most: float
 
@@ -46,7 +48,8 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are of requests that finished, without the first ones (`warmup`); counts are of all."""
+    """Times are of requests that finished, without the first ones (`warmup`); counts are of all. `arrivals`: how they
+    came, in words."""
 
     version: int = RESULT_VERSION
     scenario: str
@@ -77,6 +80,8 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     series: dict[str, list[float]]
     ttft_s: list[float]
     replayed: Replayed | None = None
+    arrivals: str = ""
+    first_threshold_tokens: int = 0
 
 
 def simulate(scenario: Scenario, *, bound: float = DEFAULT_BOUND) -> Result:
@@ -144,21 +149,26 @@ def summed_up(world: World, bound: float = DEFAULT_BOUND) -> Result:
         series=world.monitor.samples.series,
         ttft_s=[float(v) for v in np.quantile(ttft, np.linspace(0, 1, 201))] if count else [],
         replayed=held_against(world, bound) if scenario.recorded else None,
+        arrivals=arrivals_text(scenario),
+        first_threshold_tokens=scenario.threshold_tokens,
     )
 
 
 def _links(world: World) -> list[LinkUse]:
     now_s, found = world.kernel.now_s, list[LinkUse]()
-    nominal = {site.name: link.bytes_per_s for site, link in world.scenario.problem.far}
+    links = {site.name: link for site, link in world.scenario.problem.far}
     for site in world.hardware.far:
         assert site.link is not None
         carried = site.link.carried_by_now()
         series = world.monitor.samples.series.get(f"link: {site.name}", [])
+        gbit = carried * 8 / 1e9 / now_s if now_s > 0 else 0.0
+        link = links[site.name]
         found.append(
             LinkUse(
                 site=site.name,
-                gbit_per_s=carried * 8 / 1e9 / now_s if now_s > 0 else 0.0,
-                utilisation=carried / (nominal[site.name] * now_s) if now_s > 0 else 0.0,
+                gbit_per_s=gbit,
+                wire_gbit_per_s=gbit / link.compression,
+                utilisation=carried / (link.bytes_per_s * now_s) if now_s > 0 else 0.0,
                 most=max(series, default=0.0),
             )
         )

@@ -17,6 +17,7 @@ from farfill.policy.plugins import SCORERS, plugin
 from farfill.simulator.scenario_file import FleetSection, ScenarioFile
 from farfill.wire.recording import RecordedRequest
 
+_SAME_SCV = 1e-3
 NEVER = 1 << 40
 """A threshold no prompt reaches."""
 
@@ -55,8 +56,9 @@ class _Reader:
         self._lines = lines
 
     def scenario(self, replay: Path | None) -> Scenario:
-        file, base = self._file, self._path.resolve().parent
-        problem = read_problem(base / file.plan)
+        base = self._path.resolve().parent
+        problem = read_problem(base / self._file.plan)
+        file = self._file = _with_arrivals(self._file, problem.workload.arrival_scv)
         option, rate = self._option(problem, base)
         fleet = file.fleet or _fleet(option)
         self._check(problem, fleet)
@@ -175,6 +177,19 @@ class _Reader:
 
     def _refuse(self, key: KeyPath, what: str, fix: str) -> ConfigError:
         return refuse(self._path, self._lines, key, what, fix)
+
+
+def _with_arrivals(file: ScenarioFile, scv: float) -> ScenarioFile:
+    """Arrivals that are not given are as uneven as the plan says: what it predicts is then what is simulated."""
+    if file.traffic.arrivals is not None:
+        return file
+    if abs(scv - 1) < _SAME_SCV:
+        update: dict[str, object] = {"arrivals": "poisson"}
+    elif scv < _SAME_SCV:
+        update = {"arrivals": "even"}
+    else:
+        update = {"arrivals": "gamma", "scv": scv}
+    return file.model_copy(update={"traffic": file.traffic.model_copy(update=update)})
 
 
 def instance_names(near: str, fleet: FleetSection) -> list[str]:

@@ -35,8 +35,10 @@ class LoadPoint(Section):
 
 class TrafficSection(Section):
     requests_per_s: float | None = Field(default=None, gt=0, description="Mean rate; unset: the baseline's or plan's.")
-    arrivals: Literal["poisson", "gamma", "mmpp", "even"] = Field(
-        default="poisson", description="Gaps: exponential; gamma with `scv`; Poisson in bursts and calms; all equal."
+    arrivals: Literal["poisson", "gamma", "mmpp", "even"] | None = Field(
+        default=None,
+        description="Gaps: exponential; gamma with `scv`; Poisson in bursts and calms; all equal; unset: as uneven as"
+        " the plan's arrival_scv.",
     )
     scv: float = Field(default=4.0, gt=0, le=1000, description="gamma: squared coefficient of variation of gaps.")
     burst_factor: float = Field(default=4.0, gt=1, le=1000, description="mmpp: rate in bursts over that in calms.")
@@ -104,9 +106,9 @@ class RolloutSection(Section):
 class PoliciesSection(Section):
     threshold_tokens: int | None = Field(default=None, ge=0, description="Unset: the plan's.")
     adapt_threshold: bool = Field(default=True, description="Search it again under pressure.")
-    surge_queue_s: float = Field(default=10.0, gt=0, description="Far queue that asks for a search.")
-    research_period_s: float = Field(default=30.0, gt=0, description="At most one search in this time.")
-    window_lengths: int = Field(default=512, ge=16, le=100_000, description="Recent prompts a search looks at.")
+    surge_queue_s: float = Field(default=2.0, gt=0, description="Far or near queue that asks for a search.")
+    research_period_s: float = Field(default=5.0, gt=0, description="At most one search in this time.")
+    window_lengths: int = Field(default=2048, ge=16, le=100_000, description="Recent prompts a search looks at.")
     utilisation_limit: float = Field(default=0.95, gt=0, le=1, description="A fuller link takes no more.")
     decode_weights: dict[str, float] = Field(default={}, description="Scorers of decode; unset: the defaults.")
     prefill_weights: dict[str, float] = Field(default={}, description="Scorers of prefill; unset: the defaults.")

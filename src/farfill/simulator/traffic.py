@@ -60,6 +60,19 @@ def gaps_of(traffic: TrafficSection, rng: Generator) -> Callable[[], float]:
     return drawn(lambda count: [float(v) for v in rng.exponential(1.0, count)])
 
 
+def arrivals_text(scenario: Scenario) -> str:
+    """How requests come, in words."""
+    if scenario.trace:
+        return "as in the recording" if scenario.recorded else "as in the trace"
+    traffic = scenario.file.traffic
+    words = {
+        "gamma": f"gaps with a squared coefficient of variation of {traffic.scv:.2g}",
+        "mmpp": f"Poisson, in bursts {traffic.burst_factor:g} times as often as in calms",
+        "even": "all gaps equal",
+    }
+    return words.get(traffic.arrivals or "", "Poisson")
+
+
 class Bursts:
     """A Poisson stream whose rate alternates between two values (MMPP-2); gaps are exponential in each state."""
 
