@@ -106,6 +106,11 @@ ATTENTION_TYPES = frozenset(
     ]
 )
 
+# Of them those that keep latents; without the fields that say how wide they are they would be taken for dense.
+MLA_TYPES = frozenset(
+    ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k2", "longcat_flash", "youtu"]
+)
+
 # Every how many layers one has full attention, the others a window, where the config does not say.
 DEFAULT_PERIOD = {
     "afmoe": 4,

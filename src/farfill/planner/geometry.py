@@ -9,16 +9,22 @@ convolution states keep the whole kernel; recurrent states are float32 beside a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from farfill.core.layout import DTYPE_BYTES, KVLayout, TensorKind, TensorLayout
-from farfill.planner.families import ATTENTION_TYPES, DEFAULT_PERIOD, UNSUPPORTED
+from farfill.planner.families import ATTENTION_TYPES, DEFAULT_PERIOD, MLA_TYPES, UNSUPPORTED
 from farfill.planner.model_config import Fields, Json, UnknownArchitectureError
 from farfill.planner.states import PURE_STATE, STATE_AS_KV, STATE_PERIOD, STATE_READERS
 
 DEFAULT_CHUNK_TOKENS = 2048
 FULL, WINDOW, STATE, CONV, BOTH, NONE = "full", "window", "state", "conv", "both", "none"
 
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+_HEAD_DIMS = ("head_dim", "attention_head_dim", "kv_channels")
+_MOST_LAYERS = 4096
+_HEADS_FIX = "each of them is shared by equally many attention heads: mend one of the two"
 _OPT_IN_WINDOW = {"qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "dots1", "smollm3"}
 
 _TYPE_WORDS = {
@@ -65,7 +71,7 @@ def derive_geometry(
     model_type = like or fields.model_type
     if model_type in UNSUPPORTED:
         raise UnknownArchitectureError(f"model_type {model_type}: {UNSUPPORTED[model_type]}")
-    kv = kv_dtype or (fields.dtype if fields.dtype in DTYPE_BYTES else None) or "bfloat16"
+    kv = kv_dtype or fields.dtype(DTYPE_BYTES) or "bfloat16"
     for name in (kv, state_dtype):
         if name not in DTYPE_BYTES:
             raise UnknownArchitectureError(f"dtype {name!r} is not known; give one of: {', '.join(DTYPE_BYTES)}")
@@ -134,27 +140,56 @@ class _Reader:
         heads, key, value = self._heads(self._f, FULL)
         return heads * (key + value) * size
 
-    def _layer_types(self) -> list[str]:  # noqa: PLR0911 - one way of writing it down each
+    def _layer_types(self) -> list[str]:
+        listed = self._listed_types()
+        if listed is None:
+            layers = self._layers()
+            return self._attention_types(layers) if self._state is None else self._hybrid_types(layers)
+        name, types = listed
+        if not types:
+            raise self._f.error(name, "is empty")
+        if not self._f.has(*_LAYERS):
+            return types
+        layers = self._layers()
+        # Some list the layers that only predict further tokens, which serving leaves out, after the others.
+        extra = self._f.int("num_nextn_predict_layers", "mtp_num_layers", "num_mtp_layers", default=0, least=0)
+        if len(types) not in (layers, layers + extra):
+            counted = f"names {len(types)} layers, but {_LAYERS[0]} is {layers},"
+            raise self._f.error(name, counted, "make them agree: each layer has one entry")
+        return types[:layers]
+
+    def _layers(self) -> int:
+        return self._f.int(*_LAYERS, most=_MOST_LAYERS)
+
+    def _listed_types(self) -> tuple[str, list[str]] | None:
+        """What the config says layer by layer, and in which field."""
         f = self._f
-        listed = f.texts("layer_types", "layers_block_type", "block_types")
-        if listed is not None:
-            if self._type == "recurrent_gemma":
-                layers = f.int("num_hidden_layers")
-                return ["sliding" if w == "attention" else w for w in (listed * layers)[:layers]]
-            return list(listed)
+        for name in ("layer_types", "layers_block_type", "block_types"):
+            if (listed := f.texts(name)) is not None:
+                if self._type == "recurrent_gemma" and listed:
+                    layers = self._layers()
+                    return name, ["sliding" if w == "attention" else w for w in (listed * layers)[:layers]]
+                return name, list(listed)
         if (pattern := f.text("hybrid_override_pattern")) is not None:
-            return list(pattern)
-        layers = f.int("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+            return "hybrid_override_pattern", list(pattern)
         linear = f.group("linear_attn_config")
         if linear is not None and (full := linear.ints("full_attn_layers")) is not None:
-            return ["full_attention" if i + 1 in full else "linear_attention" for i in range(layers)]
+            self._check_layers("linear_attn_config.full_attn_layers", full, first=1)
+            return "full_attn_layers", [
+                "full_attention" if i + 1 in full else "linear_attention" for i in range(self._layers())
+            ]
         for name, one in (("hybrid_layer_pattern", "sliding_attention"), ("attn_type_list", "full_attention")):
             if (flags := f.ints(name)) is not None:
                 other = "linear_attention" if name == "attn_type_list" else "full_attention"
-                return [one if flag else other for flag in flags]
-        if self._state is not None:
-            return self._hybrid_types(layers)
-        return self._attention_types(layers)
+                return name, [one if flag else other for flag in flags]
+        return None
+
+    def _check_layers(self, name: str, numbers: Sequence[int], *, first: int = 0) -> None:
+        """Numbers of layers, counted from `first`, must be of layers there are."""
+        last = self._layers() - 1 + first
+        wrong = [n for n in numbers if not first <= n <= last]
+        if wrong:
+            raise self._f.error(name, f"names layer {wrong[0]}, but layers are {first} to {last}")
 
     def _attention_types(self, layers: int) -> list[str]:
         f = self._f
@@ -176,8 +211,8 @@ class _Reader:
     def _period(self) -> int:
         """Every how many layers one is full attention; 0: not by period."""
         f = self._f
-        written = f.text("sliding_window_pattern")
-        if written is not None:  # "LLLG"
+        written = f.text("sliding_window_pattern", or_int=True)
+        if written:  # "LLLG"
             return len(written)
         if self._type == "llama4_text" and not f.has("attention_chunk_size"):
             return 0
@@ -194,11 +229,14 @@ class _Reader:
         other = "conv" if self._type.startswith("lfm") else "linear_attention"
         for name in ("attn_layer_indices", "full_attn_idxs"):
             if (indices := f.ints(name)) is not None:
+                self._check_layers(name, indices)
                 return ["full_attention" if i in indices else other for i in range(layers)]
         if (hybrid := f.ints("hybrid_layer_ids")) is not None:
+            self._check_layers("hybrid_layer_ids", hybrid)
             return ["hybrid" if i in hybrid else other for i in range(layers)]
         if self._type == "jamba":
-            period, offset = f.int("attn_layer_period"), f.int("attn_layer_offset", least=0)
+            period = f.int("attn_layer_period")
+            offset = f.int("attn_layer_offset", least=0, most=period - 1)
             return ["full_attention" if i % period == offset else other for i in range(layers)]
         period = f.int("full_attention_interval", "layer_group_size", default=STATE_PERIOD.get(self._type, 0), least=0)
         if not period:
@@ -231,7 +269,11 @@ class _Reader:
         ]
 
     def _is_mla(self) -> bool:
-        return self._f.has("kv_lora_rank") and self._f.has("qk_rope_head_dim")
+        f = self._f
+        latent, rotary = f.has("kv_lora_rank"), f.has("qk_rope_head_dim")
+        if (latent and not rotary) or (not latent and self._type in MLA_TYPES and f.flag("use_mla", default=True)):
+            raise f.error("qk_rope_head_dim" if latent else "kv_lora_rank", "is missing, but layers keep latents")
+        return latent
 
     def _has_indexer(self, layer: int) -> bool:
         """Sparse attention keeps its index keys, except in layers that use another layer's choice."""
@@ -250,14 +292,13 @@ class _Reader:
     def _heads(self, f: Fields, word: str) -> tuple[int, int, int]:
         """(KV heads, width of a key, width of a value) of full attention or of a window."""
         query = f.int("num_attention_heads", "n_head", "num_heads", "n_heads")
-        heads = f.int("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num", default=query)
+        heads = f.int(*_KV_HEADS, default=query)
         if self._multi_query():
             heads = 1
-        hidden = f.int("hidden_size", "n_embd", "d_model", default=0, least=0)
-        if self._type == "zamba2":
-            key = f.int("attention_head_dim", default=2 * hidden // query)
-        else:
-            key = f.int("head_dim", "attention_head_dim", "kv_channels", default=max(1, hidden // query))
+        elif heads > query or query % heads:
+            name = next((name for name in _KV_HEADS if f.has(name)), _KV_HEADS[0])
+            raise f.error(name, f"is {heads}, which does not divide the {query} attention heads,", _HEADS_FIX)
+        key = self._head_dim(f, query)
         value = f.int("v_head_dim", default=key)
         if word == WINDOW and self._type == "mimo_v2_flash":
             heads = f.int("swa_num_key_value_heads", default=2 * heads)
@@ -267,9 +308,18 @@ class _Reader:
             key = value = f.int("global_head_dim", default=key)
             if f.flag("attention_k_eq_v"):
                 heads = f.int("num_global_key_value_heads", default=heads)
-        if not f.has("head_dim", "attention_head_dim", "kv_channels") and hidden < query:
-            raise f.error("hidden_size", "is missing or less than the number of heads, and there is no head_dim")
         return heads, key, value
+
+    def _head_dim(self, f: Fields, query: int) -> int:
+        given = ("attention_head_dim",) if self._type == "zamba2" else _HEAD_DIMS
+        if f.has(*given):
+            return f.int(*given)
+        hidden = f.int("hidden_size", "n_embd", "d_model", default=0, least=0)
+        width = 2 * hidden if self._type == "zamba2" else hidden
+        if not width or width % query:
+            what = f"is {hidden}, which {query} attention heads do not divide" if hidden else "is missing"
+            raise f.error("hidden_size", f"{what}, and there is no head_dim", "add head_dim: the width of a head")
+        return width // query
 
     def _multi_query(self) -> bool:
         f = self._f

@@ -6,7 +6,7 @@ Nothing is fetched: a hub id works only when its config.json is in the local cac
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -19,6 +19,11 @@ _INNER = ("text_config", "llm_config", "language_config", "thinker_config", "tal
 
 Json = Mapping[str, object]
 _T = TypeVar("_T")
+
+
+MAX_NUMBER = 1 << 31
+_KIND_WORDS: dict[type, str] = {int: "whole numbers", str: "texts"}
+_MOST_SHOWN = 80
 
 
 class UnknownArchitectureError(ConfigError):
@@ -36,6 +41,8 @@ def read_model_config(model: str) -> tuple[Json, Path]:
         value = json.loads(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: nested too deeply; this is no config.json") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: not JSON: {error.msg}") from error
     if not isinstance(value, dict):
@@ -87,14 +94,27 @@ class Fields:
                 "model_type is missing from the config, so its KV cache is not known; is this a model's config.json?"
             )
         self.model_type = found
-        dtype = inner.get("dtype") or inner.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype")
-        self.dtype = dtype.removeprefix("torch.") if isinstance(dtype, str) else None
+        self._outer = config
+
+    def dtype(self, known: Collection[str]) -> str | None:
+        """The model's type, one of `known`; None: not given."""
+        for part in (self._config, self._outer):
+            for name in ("dtype", "torch_dtype"):
+                value = part.get(name)
+                if value is None or value in ("", "auto"):
+                    continue
+                found = value.removeprefix("torch.") if isinstance(value, str) else ""
+                if found not in known:
+                    fix = "say what the cache is kept in: --kv-dtype, in a plan file model.kv_dtype"
+                    raise self.error(name, f"is {value!r}, not one of {', '.join(known)},", fix)
+                return found
+        return None
 
     def has(self, *names: str) -> bool:
         """Whether any of `names` is given, and not null."""
         return any(self._config.get(name) is not None for name in names)
 
-    def int(self, *names: str, default: int | None = None, least: int = 1) -> int:
+    def int(self, *names: str, default: int | None = None, least: int = 1, most: int = MAX_NUMBER) -> int:
         """The first of `names` that is given."""
         for name in names:
             value = self._config.get(name)
@@ -104,6 +124,8 @@ class Fields:
                 raise self.error(name, f"is {value!r}, not a whole number")
             if value < least:
                 raise self.error(name, f"is {value}, but must be at least {least}")
+            if value > most:
+                raise self.error(name, f"is {value}, but may be at most {most}")
             return value
         if default is None:
             raise self.error(names[0], "is missing")
@@ -112,12 +134,20 @@ class Fields:
     def flag(self, name: str, *, default: bool = False) -> bool:
         """A true or false."""
         value = self._config.get(name)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if value not in (True, False):  # 0 and 1 are taken too
+            raise self.error(name, f"is {value!r}, neither true nor false")
+        return bool(value)
 
-    def text(self, name: str) -> str | None:
-        """A text; None when it is not given."""
+    def text(self, name: str, *, or_int: bool = False) -> str | None:
+        """A text; None when it is not given, or, with `or_int`, a whole number."""
         value = self._config.get(name)
-        return value if isinstance(value, str) else None
+        if value is None or isinstance(value, str):
+            return value
+        if or_int and isinstance(value, int):
+            return None
+        raise self.error(name, f"is {value!r}, not a text")
 
     def ints(self, name: str) -> tuple[int, ...] | None:
         """A list of whole numbers; None when it is not given."""
@@ -134,8 +164,10 @@ class Fields:
     def group(self, name: str) -> Fields | None:
         """A group of fields within this one."""
         value = self._config.get(name)
-        if not isinstance(value, dict):
+        if value is None:
             return None
+        if not isinstance(value, dict):
+            raise self.error(name, f"is {value!r}, not a group of fields")
         return Fields({"model_type": self.model_type, **cast("dict[str, object]", value)})
 
     def of_layer(self, layer: int) -> Fields:
@@ -144,18 +176,25 @@ class Fields:
         own = cast("Json", differing).get(str(layer)) if isinstance(differing, dict) else None
         return Fields({**self._config, **cast("Json", own)}) if isinstance(own, dict) else self
 
-    def error(self, name: str, what: str) -> UnknownArchitectureError:
-        """To be raised: what is wrong with the field `name`."""
-        return UnknownArchitectureError(f"{name} {what} in the config of this {self.model_type} model")
+    def error(self, name: str, what: str, fix: str = "") -> UnknownArchitectureError:
+        """To be raised: what is wrong with the field `name`, and what to do."""
+        then = f"; {fix}" if fix else ""
+        return UnknownArchitectureError(f"{name} {what} in the config of this {self.model_type} model{then}")
 
     def _list(self, name: str, kind: type[_T]) -> tuple[_T, ...] | None:
         value = self._config.get(name)
         if value is None:
             return None
         items = cast("Sequence[object]", value) if isinstance(value, list) else [None]
-        if not all(isinstance(item, kind) for item in items):
-            raise self.error(name, f"is {value!r}, not a list of {kind.__name__}")
+        wrong = next((i for i in items if not isinstance(i, kind) or (kind is int and isinstance(i, bool))), self)
+        if wrong is not self:
+            raise self.error(f"{name}:", f"{_shown(value)} is not a list of {_KIND_WORDS[kind]}")
         return tuple(cast("Sequence[_T]", items))
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
 
 def text_config(config: Json) -> Json:

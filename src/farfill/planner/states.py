@@ -16,6 +16,8 @@ Shape = tuple[int, ...]
 def _gated_delta(f: Fields) -> tuple[Shape | None, Shape | None]:
     keys = f.int("linear_num_key_heads", default=f.int("num_attention_heads"))
     values = f.int("linear_num_value_heads", default=keys)
+    if values % keys:
+        raise f.error("linear_num_value_heads", f"is {values}, which the {keys} of linear_num_key_heads do not divide")
     key_dim, value_dim = f.int("linear_key_head_dim"), f.int("linear_value_head_dim")
     conv = (2 * keys * key_dim + values * value_dim, f.int("linear_conv_kernel_dim", default=4))
     return conv, (values, key_dim, value_dim)

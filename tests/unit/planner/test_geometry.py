@@ -163,13 +163,64 @@ def test_report_compares_with_all_keys_and_values():
         ({"model_type": "llama"}, "num_hidden_layers is missing in the config of this llama model"),
         ({**LLAMA, "num_hidden_layers": -4}, "num_hidden_layers is -4, but must be at least 1"),
         ({**LLAMA, "num_hidden_layers": "32"}, "num_hidden_layers is '32', not a whole number"),
-        ({**LLAMA, "layer_types": ["full_attention", "psychic"]}, "names a layer of type 'psychic'"),
-        ({**LLAMA, "layer_types": "full"}, "layer_types is 'full', not a list"),
-        ({**LLAMA, "layer_types": ["sliding_attention"]}, "sliding_window is missing"),
+        ({**LLAMA, "layer_types": ["full_attention", *["psychic"] * 31]}, "names a layer of type 'psychic'"),
+        ({**LLAMA, "layer_types": "full"}, "layer_types: 'full' is not a list of texts"),
+        ({**LLAMA, "layer_types": ["sliding_attention"] * 32}, "sliding_window is missing"),
         ({**LLAMA, "hidden_size": None}, "hidden_size is missing"),
         ({**LLAMA, "num_kv_shared_layers": 32}, "num_kv_shared_layers is 32, but there are 32 layers"),
         ({**LLAMA, "model_type": "bamba"}, "layer_types is missing"),
-        ({**LLAMA, "layer_types": ["mlp"]}, "no layer keeps any state"),
+        ({**LLAMA, "layer_types": ["mlp"] * 32}, "no layer keeps any state"),
+        ({**LLAMA, "torch_dtype": "float3"}, "torch_dtype is 'float3', not one of float32"),
+        ({**LLAMA, "dtype": "torch.half"}, "--kv-dtype, in a plan file model.kv_dtype"),
+        ({**LLAMA, "dtype": 16}, "dtype is 16, not one of"),
+        ({**LLAMA, "dtype": {"kv": "int8"}}, "dtype is {'kv': 'int8'}, not one of"),
+        (
+            {**LLAMA, "num_key_value_heads": 64},
+            "num_key_value_heads is 64, which does not divide the 32 attention heads",
+        ),
+        ({**LLAMA, "num_key_value_heads": 5}, "num_key_value_heads is 5, which does not divide"),
+        ({**LLAMA, "num_key_value_heads": 0}, "num_key_value_heads is 0, but must be at least 1"),
+        ({**LLAMA, "num_key_value_heads": True}, "num_key_value_heads is True, not a whole number"),
+        ({**LLAMA, "num_attention_heads": 32.0}, "num_attention_heads is 32.0, not a whole number"),
+        ({**LLAMA, "num_attention_heads": -32}, "num_attention_heads is -32, but must be at least 1"),
+        ({**LLAMA, "hidden_size": 4100}, "hidden_size is 4100, which 32 attention heads do not divide"),
+        ({**LLAMA, "hidden_size": 16}, "add head_dim: the width of a head"),
+        ({**LLAMA, "head_dim": "128"}, "head_dim is '128', not a whole number"),
+        ({**LLAMA, "head_dim": 0}, "head_dim is 0, but must be at least 1"),
+        ({**LLAMA, "num_hidden_layers": 0}, "num_hidden_layers is 0, but must be at least 1"),
+        ({**LLAMA, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, but may be at most 4096"),
+        ({**LLAMA, "num_hidden_layers": True}, "num_hidden_layers is True, not a whole number"),
+        ({**LLAMA, "layer_types": ["full_attention"] * 31}, "layer_types names 31 layers, but num_hidden_layers is 32"),
+        ({**LLAMA, "layer_types": []}, "layer_types is empty"),
+        ({**LLAMA, "layer_types": [None] * 32}, "is not a list of texts"),
+        ({**LLAMA, "num_kv_shared_layers": 40}, "num_kv_shared_layers is 40, but there are 32 layers"),
+        ({**LLAMA, "num_kv_shared_layers": -1}, "num_kv_shared_layers is -1, but must be at least 0"),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": 0}, "sliding_window is 0, but must be at least 2"),
+        (
+            {**LLAMA, "model_type": "mistral", "sliding_window": -4096},
+            "sliding_window is -4096, but must be at least 2",
+        ),
+        ({**LLAMA, "model_type": "mistral", "sliding_window": "4096"}, "sliding_window is '4096', not a whole number"),
+        (
+            {**LLAMA, "model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": "false"},
+            "use_sliding_window is 'false', neither true nor false",
+        ),
+        ({**LLAMA, "kv_lora_rank": 512}, "qk_rope_head_dim is missing, but layers keep latents"),
+        ({**LLAMA, "kv_lora_rank": 0, "qk_rope_head_dim": 64}, "kv_lora_rank is 0, but must be at least 1"),
+        ({**LLAMA, "model_type": "deepseek_v3"}, "kv_lora_rank is missing, but layers keep latents"),
+        ({**LLAMA, "model_type": "minimax", "attn_type_list": [True] * 32}, "is not a list of whole numbers"),
+        ({**LLAMA, "model_type": "minimax", "attn_type_list": [1] * 30}, "attn_type_list names 30 layers"),
+        ({**LLAMA, "model_type": "lfm2", "full_attn_idxs": [2, 32]}, "names layer 32, but layers are 0 to 31"),
+        ({**LLAMA, "model_type": "kimi_linear", "linear_attn_config": []}, "is [], not a group of fields"),
+        (
+            {**LLAMA, "model_type": "kimi_linear", "linear_attn_config": {"full_attn_layers": [0, 4]}},
+            "full_attn_layers names layer 0, but layers are 1 to 32",
+        ),
+        (
+            {**LLAMA, "model_type": "jamba", "attn_layer_period": 8, "attn_layer_offset": 8},
+            "attn_layer_offset is 8, but may be at most 7",
+        ),
+        ({**LLAMA, "model_type": "nemotron_h", "hybrid_override_pattern": ["M", "*"]}, "not a text"),
     ],
 )
 def test_what_is_not_known_is_named(config: dict[str, object], told: str):
@@ -194,3 +245,14 @@ def test_sizes_taken_together_are_the_same(name: str, every: int):
     layout = replace(derive_geometry(config, prefill_chunk_tokens=CHUNK).layout, checkpoint_every_chunks=every)
     for tokens in (1, 23, 24, 33, 100):
         assert LayoutKVSize(layout).bytes_at(tokens) == kv_bytes(layout, tokens)
+
+
+def test_layers_that_only_predict_ahead_are_left_out():
+    types = ["full_attention"] * 35
+    assert derive_geometry({**LLAMA, "layer_types": types, "num_nextn_predict_layers": 3}).num_layers == 32
+
+
+def test_a_given_type_of_the_cache_makes_the_models_own_not_matter():
+    found = derive_geometry({**LLAMA, "torch_dtype": "float3"}, kv_dtype="int8")
+    assert {t.dtype for t in found.layout.tensors} == {"int8"}
+    assert derive_geometry({**LLAMA, "torch_dtype": "auto"}).layout == derive_geometry(LLAMA).layout
