@@ -15,7 +15,7 @@ from farfill.cli.keys import AdminCa, AdminKey
 from farfill.cli.parity import checked_url
 from farfill.cli.progress import progress
 from farfill.core.errors import ConfigError
-from farfill.planner.accelerators import find_accelerator
+from farfill.planner.accelerators import ACCELERATORS, find_accelerator
 from farfill.planner.aiconfigurator import import_profile
 from farfill.planner.answer import write_answer
 from farfill.planner.capacity import plan_capacity
@@ -133,6 +133,10 @@ def profile(
         raise ConfigError(
             f"say exactly one of --gateway, --estimate and --aiconfigurator, not {' and '.join(said) or 'none'}"
         )
+    if gateway is None and not accelerator:
+        raise ConfigError(
+            f"{said[0]} needs --accelerator, what an instance runs on; known are: {', '.join(ACCELERATORS)}"
+        )
     name = name or out.stem
     asked, wanted = _lengths(lengths, "--lengths"), _lengths(batches, "--batches")
     if gateway is not None:
@@ -166,7 +170,8 @@ def profile(
         assert aiconfigurator is not None
         file = import_profile(name, aiconfigurator, accelerator, gpus, backend=backend, lengths=asked, batches=wanted)
     write_profile(out, file)
-    typer.echo(f"{out}: {len(file.prefill)} prefill and {len(file.decode)} decode figures; {file.source}")
+    prefill = f"{len(file.prefill)} prefill" if file.prefill else "a formula of prefill"
+    typer.echo(f"{out}: {prefill} and {len(file.decode)} decode figures; {file.source}")
 
 
 @app.command("capacity")

@@ -43,4 +43,5 @@ def find_accelerator(name: str) -> Accelerator:
     for known, accelerator in ACCELERATORS.items():
         if known.lower() == name.lower():
             return accelerator
-    raise ConfigError(f"accelerator {name!r} is not known; known are: {', '.join(ACCELERATORS)}, or write a profile")
+    what = f"accelerator {name!r} is not known" if name.strip() else "no accelerator is named"
+    raise ConfigError(f"{what}; known are: {', '.join(ACCELERATORS)}, or write a profile")

@@ -31,6 +31,8 @@ from farfill.planner.roofline import Efficiency, estimate_profile
 from farfill.planner.trace import arrival_burstiness, read_trace
 
 MIB = 1 << 20
+_EVEN = 0.5
+"""A smaller squared coefficient of variation of gaps is worth a warning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,21 +189,32 @@ class _Reader:
 
     def _from_trace(self, trace: Path) -> Workload:
         section = self._file.workload
-        requests = read_trace(trace, cache_blocks=section.cache_blocks)
+        doubts: list[str] = []
+        requests = read_trace(trace, cache_blocks=section.cache_blocks, doubts=doubts)
         count = len(requests)
         span_s = requests[-1].arrival_s - requests[0].arrival_s
         rate = section.requests_per_s or ((count - 1) / span_s if span_s > 0 else None)
         inputs = sum(r.input_tokens for r in requests) / count
         output = section.output_tokens or max(1.0, sum(r.output_tokens for r in requests) / count)
         cached = 1 - sum(r.uncached_tokens for r in requests) / (inputs * count)
+        burstiness = arrival_burstiness(requests)
+        if span_s <= 0:
+            doubts.append(_no_rate(trace, count, given=rate is not None))
+        elif burstiness < _EVEN and section.arrival_scv is None:
+            doubts.append(
+                f"{trace.name}: requests come more evenly than from users who know nothing of each other (arrival_scv"
+                f" {burstiness:.2g}), and waits are predicted for that; unless it is so, set workload.arrival_scv: 1"
+            )
         return Workload(
             lengths=lengths_of.observed([r.uncached_tokens for r in requests]),
             input_tokens=inputs,
             output_tokens=output,
             context_tokens=section.context_tokens or inputs + output / 2,
             requests_per_s=rate,
-            arrival_scv=section.arrival_scv or arrival_burstiness(requests),
-            source=f"trace {trace.name}: {count} requests over {span_s:.0f} s, {cached:.0%} of input tokens cached",
+            arrival_scv=section.arrival_scv or burstiness,
+            source=f"trace {trace.name}: {count} request{'s' if count > 1 else ''} over {span_s:.0f} s, {cached:.0%} of"
+            " input tokens cached",
+            warnings=tuple(doubts),
         )
 
     def _lengths(self) -> Lengths:
@@ -262,6 +275,12 @@ class _Reader:
 
     def _refuse(self, key: KeyPath, what: str, fix: str) -> ConfigError:
         return refuse(self._path, self._lines, key, what, fix)
+
+
+def _no_rate(trace: Path, count: int, *, given: bool) -> str:
+    what = "one request" if count == 1 else f"{count} requests, all at one time"
+    then = "" if given else "; what all sites can serve is planned instead: set workload.requests_per_s"
+    return f"{trace.name}: {what}, so neither a rate nor how requests bunch can be taken from it{then}"
 
 
 def _link(section: LinkSection) -> Link:

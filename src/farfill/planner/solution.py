@@ -138,16 +138,48 @@ def fleet_of(problem: Problem) -> Fleet:
 
 
 def _sized(problem: Problem, demand: Demand, most: Split, asked: float) -> Running:
-    """The cheapest fleet with headroom, grown until it meets the TTFT limit too."""
+    """The cheapest fleet with headroom that meets the TTFT limit: with far instances, or, where those are too late or
+    need too many more, without."""
     target = asked * (1 + problem.headroom)
-    if most.requests_per_s < target * (1 - 1e-9):
+    if most.requests_per_s < target * (1 - _ROUNDING):
         raise PlanImpossibleError(
             f"workload.requests_per_s: {asked:g} requests/s with {problem.headroom:.0%} headroom are {target:.2f},"
             f" but all sites together serve {most.requests_per_s:.2f}, bound by {most.bound};"
             " allow more instances or a faster link, or ask for less"
         )
-    near = NearOffer(profile=problem.near.profile, instances=problem.near.instances, price=problem.near.price)
     everything = fleet_of(problem)
+    try:
+        found = _grown(problem, demand, everything, most, asked)
+    except PlanImpossibleError:
+        near = _near_only(problem, demand, everything, asked)
+        if near is None:
+            raise
+        return near
+    if problem.ttft_s is None or not any(pool.instances for pool in found.fleet.far):
+        return found
+    near = _near_only(problem, demand, everything, asked)
+    if near is None or hourly_price(problem, near.fleet) >= hourly_price(problem, found.fleet):
+        return found
+    return near
+
+
+def _near_only(problem: Problem, demand: Demand, everything: Fleet, asked: float) -> Running | None:
+    """Without far instances; None: those that the near site has do not serve it in time."""
+    idle = replace(everything, far=tuple(replace(pool, instances=0) for pool in everything.far))
+    most = best_split(replace(everything, far=()), demand)
+    if most.requests_per_s < asked * (1 + problem.headroom) * (1 - _ROUNDING):
+        return None
+    try:
+        found = _grown(replace(problem, far=()), demand, replace(idle, far=()), most, asked)
+    except PlanImpossibleError:
+        return None
+    return replace(found, fleet=replace(found.fleet, far=idle.far))
+
+
+def _grown(problem: Problem, demand: Demand, everything: Fleet, most: Split, asked: float) -> Running:
+    """The cheapest fleet, grown until it meets the TTFT limit; `most` is the best split of all instances."""
+    target = asked * (1 + problem.headroom)
+    near = NearOffer(profile=problem.near.profile, instances=problem.near.instances, price=problem.near.price)
     far = [
         FarOffer(
             name=site.name,

@@ -52,15 +52,23 @@ class TraceRequest:
     uncached_tokens: int
 
 
-def read_trace(path: Path, *, cache_blocks: int | None = None) -> list[TraceRequest]:
+def read_trace(path: Path, *, cache_blocks: int | None = None, doubts: list[str] | None = None) -> list[TraceRequest]:
     """All requests in order of arrival. `cache_blocks` bounds the prefix cache (least recently used goes first);
     None: it holds everything, 0: there is none. Raises TraceError naming every bad line."""
-    return _with_cache(read_trace_lines(path), cache_blocks)
+    return _with_cache(read_trace_lines(path, doubts=doubts), cache_blocks)
 
 
-def read_trace_lines(path: Path) -> list[TraceLine]:
-    """The lines themselves in order of arrival. Raises TraceError naming every bad line."""
+def read_trace_lines(path: Path, *, doubts: list[str] | None = None) -> list[TraceLine]:
+    """The lines themselves in order of arrival; `doubts` is told when the file has another order (a recording has:
+    its lines are written when answers end). Raises TraceError naming every bad line."""
     found = _read(path, TraceLine)
+    late = sum(after.timestamp < before.timestamp for before, after in pairwise(found))
+    if late and doubts is not None and not is_recording(path):
+        doubts.append(
+            f"{path.name}: not in order of time ({late} of {len(found)} lines are earlier than the one before); it is"
+            " taken in that order, which is wrong if the file is several traces in a row"
+        )
+    found.sort(key=_when)
     if len({line.block_tokens for line in found}) > 1:
         raise TraceError(f"{path}: lines differ in block_tokens, so ids do not compare; keep those of one value")
     return found
@@ -77,7 +85,11 @@ def is_recording(path: Path) -> bool:
 
 def read_recording(path: Path) -> list[RecordedRequest]:
     """A gateway's recording in order of arrival. Raises TraceError naming every bad line."""
-    return _read(path, RecordedRequest)
+    return sorted(_read(path, RecordedRequest), key=_when)
+
+
+def _when(line: TraceLine | RecordedRequest) -> float:
+    return line.timestamp
 
 
 def _read(path: Path, kind: type[Line]) -> list[Line]:
@@ -102,7 +114,6 @@ def _read(path: Path, kind: type[Line]) -> list[Line]:
         raise TraceError(
             f"{path}: empty; a trace has one JSON object with timestamp, input_length and output_length a line"
         )
-    found.sort(key=lambda line: line.timestamp)
     return found
 
 
