@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from typing import TypeVar
 
 from farfill.core.cluster import Instance
+
+Key = TypeVar("Key")
 
 
 class OutstandingWork:
     """Prompt tokens and requests by instance name, tokens also by tenant. Owned by the event loop."""
 
     def __init__(self) -> None:
-        self._tokens: Counter[str] = Counter()
-        self._requests: Counter[str] = Counter()
-        self._of_tenants: Counter[tuple[str, str]] = Counter()
+        self._tokens: dict[str, int] = {}
+        self._requests: dict[str, int] = {}
+        self._of_tenants: dict[tuple[str, str], int] = {}
 
     def tokens(self, instance: Instance) -> int:
         """Prompt tokens given to `instance` and not yet computed."""
-        return self._tokens[instance.name]
+        return self._tokens.get(instance.name, 0)
 
     def requests(self, instance: Instance) -> int:
         """Requests given to `instance` and not yet ended."""
-        return self._requests[instance.name]
+        return self._requests.get(instance.name, 0)
 
     def of(self, name: str, tenant: str) -> tuple[int, int, int]:
         """(tokens, requests, the tenant's tokens) given to instance `name`."""
-        return self._tokens[name], self._requests[name], self._of_tenants[name, tenant]
+        return self._tokens.get(name, 0), self._requests.get(name, 0), self._of_tenants.get((name, tenant), 0)
 
     def begin(self, instance: Instance, tokens: int, tenant: str = "") -> Claim:
         """Count a request with `tokens` to compute. End the claim exactly when the work ended."""
@@ -33,9 +35,11 @@ class OutstandingWork:
 
     def add(self, name: str, tenant: str, tokens: int, requests: int) -> None:
         """Change the counts; zero entries vanish."""
-        _change(self._tokens, name, tokens)
-        _change(self._requests, name, requests)
-        _change(self._of_tenants, (name, tenant), tokens)
+        if tokens:
+            _change(self._tokens, name, tokens)
+            _change(self._of_tenants, (name, tenant), tokens)
+        if requests:
+            _change(self._requests, name, requests)
 
 
 class Claim:
@@ -51,19 +55,21 @@ class Claim:
 
     def computed(self) -> None:
         """The prompt is prefilled; the request still runs."""
-        self._work.add(self._name, self._tenant, -self._tokens, 0)
-        self._tokens = 0
+        tokens, self._tokens = self._tokens, 0
+        if tokens:
+            self._work.add(self._name, self._tenant, -tokens, 0)
 
     def end(self) -> None:
         """The request ended."""
         if not self._ended:
             self._ended = True
-            self.computed()
-            self._work.add(self._name, self._tenant, 0, -1)
+            tokens, self._tokens = self._tokens, 0
+            self._work.add(self._name, self._tenant, -tokens, -1)
 
 
-def _change(counter: Counter, key: object, change: int) -> None:
-    if change:
-        counter[key] += change
-        if counter[key] <= 0:
-            del counter[key]
+def _change(counts: dict[Key, int], key: Key, change: int) -> None:
+    count = counts.get(key, 0) + change
+    if count > 0:
+        counts[key] = count
+    else:
+        counts.pop(key, None)

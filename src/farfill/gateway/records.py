@@ -118,23 +118,25 @@ class RequestRecords:
         self._bytes = 0
         self._running: dict[str, RequestRecord] = {}
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._weights: dict[str, int] = {}
         self._waiters: dict[str, list[asyncio.Future[RequestRecord]]] = {}
 
     def publish(self, record: RequestRecord) -> None:
         """Keep `record` and wake those who wait for it."""
         if self._running.get(record.request_id) is record:
             del self._running[record.request_id]
-        former = self._records.pop(record.request_id, None)
-        if former is not None:
-            self._bytes -= weight_bytes(former)
+        if self._records.pop(record.request_id, None) is not None:
+            self._bytes -= self._weights.pop(record.request_id)
         self._records[record.request_id] = record
-        self._bytes += weight_bytes(record)
+        weight = self._weights[record.request_id] = weight_bytes(record)
+        self._bytes += weight
         while len(self._records) > self._capacity or (self._bytes > self._max_bytes and len(self._records) > 1):
-            _, oldest = self._records.popitem(last=False)
-            self._bytes -= weight_bytes(oldest)
-        for waiter in self._waiters.pop(record.request_id, []):
-            if not waiter.done():
-                waiter.set_result(record)
+            oldest, _ = self._records.popitem(last=False)
+            self._bytes -= self._weights.pop(oldest)
+        if self._waiters:
+            for waiter in self._waiters.pop(record.request_id, []):
+                if not waiter.done():
+                    waiter.set_result(record)
 
     def begin(self, record: RequestRecord) -> None:
         """`record` will be published; it can be looked at meanwhile."""
@@ -175,5 +177,7 @@ class RequestRecords:
 
 def weight_bytes(record: RequestRecord) -> int:
     """About what it holds in memory."""
-    candidates = sum(len(getattr(decision.inputs, "candidates", ())) for decision in record.decisions)
-    return RECORD_BYTES + DECISION_BYTES * len(record.decisions) + CANDIDATE_BYTES * candidates
+    weight = RECORD_BYTES + DECISION_BYTES * len(record.decisions)
+    for decision in record.decisions:
+        weight += CANDIDATE_BYTES * len(getattr(decision.inputs, "candidates", ()))
+    return weight

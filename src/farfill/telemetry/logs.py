@@ -63,9 +63,7 @@ def setup_logging(
         _add(bound),
         structlog.stdlib.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
-        structlog.stdlib.PositionalArgumentsFormatter(),
-        structlog.processors.StackInfoRenderer(),
-        structlog.processors.format_exc_info,
+        _spelled_out,
         redact,
     ]
     out = stream if stream is not None else sys.stderr
@@ -93,6 +91,20 @@ def setup_logging(
         root.removeHandler(old)
     root.addHandler(handler)
     root.setLevel(level.upper())
+
+
+_RARE = ("positional_args", "stack_info", "exc_info")
+_formatted = structlog.stdlib.PositionalArgumentsFormatter()
+_with_stack = structlog.processors.StackInfoRenderer()
+
+
+def _spelled_out(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Positional arguments, stack and exception as text; few lines have any."""
+    for name in _RARE:
+        if name in event:
+            event = _with_stack(logger, method, _formatted(logger, method, event))
+            return structlog.processors.format_exc_info(logger, method, event)
+    return event
 
 
 class _Lenient:

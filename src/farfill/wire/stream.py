@@ -34,14 +34,21 @@ class StreamReader(Generic[Message]):
 
     def take(self, data: bytes) -> list[Message]:
         """All messages that `data` completes. Raises ProtocolError as `feed` does, and then tells none of them."""
-        if not self._buffer and len(data) >= _LENGTH_BYTES:  # mostly it is one message, whole
-            length = int.from_bytes(data[:_LENGTH_BYTES], "big")
-            if len(data) == _LENGTH_BYTES + length and length <= self._max_bytes:
-                try:
-                    return [self._decode(data[_LENGTH_BYTES:])]
-                except msgspec.DecodeError as error:
-                    raise self._malformed(error) from error
-        return list(self.feed(data))
+        if self._buffer:
+            return list(self.feed(data))
+        found, begin, size = list[Message](), _LENGTH_BYTES, len(data)  # mostly whole messages: nothing to keep
+        while begin <= size:
+            end = begin + int.from_bytes(data[begin - _LENGTH_BYTES : begin], "big")
+            if end > size or end - begin > self._max_bytes:
+                break
+            try:
+                found.append(self._decode(data[begin:end]))
+            except msgspec.DecodeError as error:
+                raise self._malformed(error) from error
+            begin = end + _LENGTH_BYTES
+        if begin - _LENGTH_BYTES < size:
+            found += self.feed(data[begin - _LENGTH_BYTES :])
+        return found
 
     def feed(self, data: bytes) -> Iterator[Message]:
         """Yield each complete message. Raises ProtocolError on an oversized or malformed one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -25,6 +26,8 @@ from farfill.gateway.pipeline.tokenize import tokenize_chat
 from farfill.gateway.tokenizer import LoadedTokenizer, TokenizerPool
 
 _PROMPT_END_TOKENS = 16
+_asked_output = attrgetter("response_format", "structured_outputs", *GUIDED_FIELDS)
+_NOTHING_ASKED = (None,) * (2 + len(GUIDED_FIELDS))
 
 
 class Conversation(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,13 +126,14 @@ class Conversations:
         )
 
     async def _output(self, body: SamplingFields) -> OutputGrammar | None:
-        asked = (body.response_format, body.structured_outputs, *(getattr(body, name) for name in GUIDED_FIELDS))
-        return await self._in_thread(lambda: output_grammar(body)) if any(a is not None for a in asked) else None
+        if _asked_output(body) == _NOTHING_ASKED:
+            return None
+        return await self._in_thread(lambda: output_grammar(body))
 
     async def _with_words(self, sampling: SamplingParams, body: SamplingFields) -> SamplingParams:
-        words = check_bad_words(body.bad_words or [])
-        if not words:
+        if not body.bad_words:
             return sampling
+        words = check_bad_words(body.bad_words)
         banned = await self._in_thread(lambda: _banned(self._model, words))
         return replace(sampling, bad_words=banned)
 

@@ -87,8 +87,8 @@ class GenerateHandler:
         cancelled = True  # unless something else is known by the end
         try:
             try:
-                async with asyncio.timeout(self._config.gateway.request_timeout_s) as limit:
-                    self._service.open_requests.begin(limit)
+                async with asyncio.timeout(None) as limit:
+                    self._service.open_requests.begin(limit, self._config.gateway.request_timeout_s)
                     try:
                         response = await self._serve(request, exchange, endpoint, tracker)
                     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import structlog
@@ -25,20 +26,21 @@ Endpoint = Literal["chat", "completions"]
 
 
 class _Stage:
-    """A step while it runs."""
+    """A step while it runs: its seconds add up in `stages_s`."""
 
-    __slots__ = ("_began_s", "_name", "_tracker")
+    __slots__ = ("_began_s", "_name", "_now_s", "_stages_s")
 
-    def __init__(self, name: str, tracker: RequestTracker) -> None:
+    def __init__(self, name: str, began_s: float, now_s: Callable[[], float], stages_s: dict[str, float]) -> None:
         self._name = name
-        self._tracker = tracker
-        self._began_s = 0.0
+        self._began_s = began_s
+        self._now_s = now_s
+        self._stages_s = stages_s
 
-    def __enter__(self) -> None:
-        self._began_s = self._tracker.stage_began(self._name)
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        self._tracker.stage_ended(self._name, self._began_s)
+        stages_s, name = self._stages_s, self._name
+        stages_s[name] = stages_s.get(name, 0.0) + self._now_s() - self._began_s
 
 
 class RequestTracker:
@@ -46,11 +48,11 @@ class RequestTracker:
 
     def __init__(self, service: GatewayService, endpoint: Endpoint, request_id: str) -> None:
         self._service = service
-        self._clock = service.deps.clock
+        self._now_s = service.deps.clock.now_s
         self._endpoint: Endpoint = endpoint
         self.request_id = request_id
-        self.accepted_s = self._clock.now_s()
-        self.accepted_unix_s = self._clock.unix_s()
+        self.accepted_s = self._now_s()
+        self.accepted_unix_s = service.deps.clock.unix_s()
         self.model = "other"
         self.stream = False
         self.tenant = ""
@@ -66,18 +68,11 @@ class RequestTracker:
         self._service, self.model = service, service.deps.config.model.name
 
     def stage(self, name: str) -> _Stage:
-        """Count the seconds of one pipeline step."""
-        return _Stage(name, self)
-
-    def stage_began(self, name: str) -> float:
-        """Returns when: the clock's time."""
-        began_s = self._clock.now_s()
-        self._stages_at_s.setdefault(name, began_s - self.accepted_s)
-        return began_s
-
-    def stage_ended(self, name: str, began_s: float) -> None:
-        """Its seconds add up."""
-        self._stages_s[name] = self._stages_s.get(name, 0.0) + self._clock.now_s() - began_s
+        """Count the seconds of one pipeline step, which begins now."""
+        began_s = self._now_s()
+        if name not in self._stages_at_s:
+            self._stages_at_s[name] = began_s - self.accepted_s
+        return _Stage(name, began_s, self._now_s, self._stages_s)
 
     def prompts(self, lengths: list[int]) -> None:
         """The request has these prompts."""
@@ -116,7 +111,7 @@ class RequestTracker:
             record.threshold_tokens = placement.threshold_tokens
             record.tries.append(
                 TryRecord(
-                    at_s=self._clock.now_s() - self.accepted_s - found.took_s,
+                    at_s=self._now_s() - self.accepted_s - found.took_s,
                     took_s=found.took_s,
                     decode_instance=placement.decode.name,
                     prefill_instance=record.prefill_instance,
@@ -134,7 +129,7 @@ class RequestTracker:
 
     def finish(self, error: FarfillError | None, *, cancelled: bool = False) -> None:
         """The request ended: tell the observer, log, and publish each record once its far leg ended too."""
-        duration_s = self._clock.now_s() - self.accepted_s
+        duration_s = self._now_s() - self.accepted_s
         outcome = "cancelled" if cancelled else _outcome(error)
         for record, _ in self._trails:
             record.decisions = []  # more was decided since it was placed

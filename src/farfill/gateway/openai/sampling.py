@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import attrgetter
 
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
@@ -16,6 +17,29 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 _DEFAULTS = SamplingParams()
+MAX_CHECKED = 1024
+_given = attrgetter(
+    "min_tokens",
+    "stop_token_ids",
+    "allowed_token_ids",
+    "spaces_between_special_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "include_stop_str_in_output",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "n",
+    "ignore_eos",
+    "skip_special_tokens",
+)
+"""All that `_check` looks at."""
+_checked: dict[object, SamplingParams] = {}
 
 
 def chat_sampling(body: ChatBody, vocab_size: int) -> tuple[SamplingParams, int | None]:
@@ -86,6 +110,22 @@ def _demanded_tokens(body: SamplingFields) -> int | None:
 
 
 def _common(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: int | None) -> SamplingParams:
+    """Clients mostly ask for the same again: what was checked once need not be checked again."""
+    given = _given(body)
+    try:
+        found = _checked.get((given, vocab_size, limit, logprobs))
+    except TypeError:  # lists and dictionaries among them
+        return _check(body, vocab_size, limit, logprobs)
+    if found is None:
+        found = _check(body, vocab_size, limit, logprobs)
+        if body.seed is None:  # others seldom come again
+            if len(_checked) >= MAX_CHECKED:
+                _checked.clear()
+            _checked[given, vocab_size, limit, logprobs] = found
+    return found
+
+
+def _check(body: SamplingFields, vocab_size: int, limit: int | None, logprobs: int | None) -> SamplingParams:
     _check_ranges(body)
     min_tokens = body.min_tokens or 0
     _at_least("min_tokens", min_tokens, 0)
