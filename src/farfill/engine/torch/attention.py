@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask, sdpa_mask
 
 from farfill.core.errors import ConfigError, ModelUnsupportedError
-from farfill.engine.torch import kernels
+from farfill.engine.torch import kernels, tiles
 from farfill.engine.torch.step import RaggedRows
 
 # Names known to transformers: over its sdpa, or over the model's own formula ("eager" there).
@@ -41,6 +41,9 @@ _HARMLESS = frozenset(
         "use_cache",
     }
 )
+
+# What a mask of ours tells of itself: the keys each query looks at (see `_measure_window`).
+_WINDOW = "farfill_window"
 
 # Tokens of each sequence in the ragged step this thread is in, the new one included.
 _ragged_tokens: ContextVar[Sequence[int] | None] = ContextVar("ragged_tokens", default=None)
@@ -81,6 +84,11 @@ def _attention_over_sdpa(
 ) -> tuple[torch.Tensor, Any]:
     """`query` [B, heads, q, dim] over each sequence's KV; [B, q, heads, dim]."""
     if _ragged_tokens.get() is None:
+        window = _window_of(module, query, key, attention_mask, kwargs)
+        if window and tiles.supports(query, key, value):
+            scaling = kwargs.get("scaling")
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return tiles.attend(query, key, value, scale=scale, window=window), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return _ragged_attention(module, query, key, value, **kwargs), None
 
@@ -96,11 +104,40 @@ def _attention_over_explicit(
 
 def _mask_over_sdpa(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     """No mask in a ragged step, whose tokens may look at everything they are given."""
-    return None if _ragged_tokens.get() is not None else sdpa_mask(*args, **kwargs)
+    if _ragged_tokens.get() is not None:
+        return None
+    mask = sdpa_mask(*args, **kwargs)
+    if mask is not None and tiles.available():
+        setattr(mask, _WINDOW, _measure_window(mask))
+    return mask
 
 
 def _mask_over_explicit(*args: Any, **kwargs: Any) -> torch.Tensor | None:
     return None if _ragged_tokens.get() is not None else eager_mask(*args, **kwargs)
+
+
+def _measure_window(mask: torch.Tensor) -> int:
+    """The keys that each query of `mask` [1, 1, queries, keys] looks at, up to its own; 0 when it is not like that."""
+    if mask.dtype is not torch.bool or mask.shape[:2] != (1, 1):
+        return 0
+    queries, keys = mask.shape[2:]
+    window = int(mask[0, 0, -1].sum())
+    own = torch.arange(keys - queries, keys, device=mask.device).unsqueeze(1)
+    behind = own - torch.arange(keys, device=mask.device)
+    return window if torch.equal(mask[0, 0], (behind >= 0) & (behind < window)) else 0
+
+
+def _window_of(module: torch.nn.Module, query: torch.Tensor, key: Any, mask: Any, options: dict[str, Any]) -> int:
+    """The keys that each query looks at, up to its own; 0 when that is not all there is to this attention."""
+    if any(given is not None for name, given in options.items() if name not in _HARMLESS | {"scaling"}):
+        return 0
+    if options.get("dropout") or key.shape[1] == 0 or query.shape[1] % key.shape[1]:
+        return 0
+    if mask is not None:
+        return getattr(mask, _WINDOW, 0) if mask.shape[2:] == (query.shape[2], key.shape[2]) else 0
+    is_causal = options.get("is_causal")
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    return key.shape[2] if is_causal and query.shape[2] == key.shape[2] else 0
 
 
 def _ragged_attention(

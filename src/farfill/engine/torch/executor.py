@@ -14,7 +14,7 @@ import torch
 from farfill.core.errors import ModelUnsupportedError
 from farfill.core.layout import KVLayout
 from farfill.engine.executor import Capabilities, SequenceKV
-from farfill.engine.torch import kernels
+from farfill.engine.torch import kernels, tiles
 from farfill.engine.torch.attention import ragged_step
 from farfill.engine.torch.host import pin_thread, trim_memory
 from farfill.engine.torch.kv import KVSpec, TorchKV, is_state
@@ -39,6 +39,7 @@ class TorchExecutor:
         if spec.device.type == "cpu":
             for name in {tensor.dtype for tensor in spec.layout.tensors if not is_state(tensor)}:
                 kernels.prepare(getattr(torch, name))
+            tiles.prepare()
         self.on_progress: Callable[[], None] = lambda: None
         self._after_layer: Callable[[int], None] | None = None
         # A chunk may take longer than peers put up with silence; a layer does not.

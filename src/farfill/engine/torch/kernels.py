@@ -9,6 +9,8 @@ Compiled code is kept in Farfill's cache folder, one version per processor. Addr
 because the rows of each sequence lie in memory of its own.
 """
 
+# Compiled code takes no names.
+# ruff: noqa: PLR0917
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,16 +32,18 @@ from farfill.engine.torch.lanes import (
     LANES,
     add,
     copy_bytes,
-    exp_of_difference,
+    exp,
     fma,
     higher,
     highest,
     load,
+    load_float,
     load_some,
-    scale as scaled,
     spread,
     store,
+    store_float,
     store_some,
+    times,
     total,
     zeros,
 )
@@ -98,44 +102,41 @@ def attend(
         np.float32(scale),
         output.data_ptr(),
     )
+    # A head's query and its scores, each with room for whole vectors.
+    numbers = dim + int(tokens.max()) + 2 * LANES
     work = int(tokens.sum()) * kv_heads * group * (dim + value_dim)
     threads = min(torch.get_num_threads(), sequences * kv_heads, 1 + work // _SPLIT_WORK)
+    scratch = torch.empty((threads, numbers), dtype=torch.float32)
     if threads == 1:
-        _attend(*fixed, 0, sequences * kv_heads)
+        _attend(*fixed, scratch.data_ptr(), 0, sequences * kv_heads)
     else:
-        _spread(fixed, tokens, kv_heads, threads)
+        _spread(fixed, scratch, tokens, kv_heads)
     return output
 
 
-def _spread(fixed: tuple[Any, ...], tokens: Addresses, kv_heads: int, threads: int) -> None:
-    """Do it in parts of about the same number of rows, the last one here."""
+def _spread(fixed: tuple[Any, ...], scratch: torch.Tensor, tokens: Addresses, kv_heads: int) -> None:
+    """Do it in parts of about the same number of rows, one for each row of `scratch`, the last one here."""
+    threads = len(scratch)
     ends = np.cumsum(np.repeat(tokens, kv_heads))
     cuts = np.searchsorted(ends, ends[-1] * np.arange(1, threads) / threads).tolist()
     cuts = [0, *cuts, len(ends)]
-    others = [_pool(threads - 1).submit(_attend, *fixed, cuts[i], cuts[i + 1]) for i in range(threads - 1)]
-    _attend(*fixed, cuts[-2], cuts[-1])
+    parts = [(*fixed, scratch[i].data_ptr(), cuts[i], cuts[i + 1]) for i in range(threads)]
+    others = [pool(threads - 1).submit(_attend, *part) for part in parts[:-1]]
+    _attend(*parts[-1])
     for other in others:
         other.result()
 
 
 @cache
-def _pool(threads: int) -> ThreadPoolExecutor:
+def pool(threads: int) -> ThreadPoolExecutor:
     """Threads for parts of a step. They run where the thread that first needs them may."""
     return ThreadPoolExecutor(threads, thread_name_prefix="farfill-attention")
 
 
-def _folder() -> Path:
-    """Where compiled code is kept. numba looks for changes in one file only, so all that matter name the folder."""
-    digest = blake3.blake3(repr((numba.__version__, llvmlite.__version__)).encode())
-    for source in (Path(__file__), Path(lanes.__file__)):
-        digest.update(source.read_bytes())
-    return cache_dir() / "kernels" / digest.hexdigest(length=8)
-
-
-def _compiled(function: Callable[..., Any]) -> Any:
+def compiled(function: Callable[..., Any]) -> Any:
     """`function` as machine code that runs without the interpreter's lock, from disk where it was kept."""
     options = {"nogil": True, "error_model": "numpy"}
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_folder())  # type: ignore[attr-defined]
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_folder_of(function))  # type: ignore[attr-defined]
     try:
         return numba.njit(cache=True, **options)(function)
     except RuntimeError:  # no folder can be written: every process compiles anew
@@ -144,22 +145,29 @@ def _compiled(function: Callable[..., Any]) -> Any:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
 
 
+def _folder_of(function: Callable[..., Any]) -> Path:
+    """Where compiled code is kept. numba looks for changes in one file only, so all that matter name the folder."""
+    digest = blake3.blake3(repr((numba.__version__, llvmlite.__version__)).encode())
+    for source in (function.__code__.co_filename, lanes.__file__):
+        digest.update(Path(source).read_bytes())
+    return cache_dir() / "kernels" / digest.hexdigest(length=8)
+
+
 _inner = numba.njit(error_model="numpy")
 
 
 @_inner
-def _load_head(query: Any, like: Any, size: int, address: int, dim: int, factor: Any) -> None:
+def _load_head(query: int, like: Any, size: int, address: int, dim: int, factor: Any) -> None:
     """A head's query times `factor` as float32, filled up with zeros to whole vectors."""
-    at = query.ctypes.data
     whole = dim - dim % LANES
     for i in range(0, whole, LANES):
-        store(_FLOAT, at + 4 * i, scaled(load(like, address + size * i), factor))
+        store(_FLOAT, query + 4 * i, times(load(like, address + size * i), factor))
     if whole < dim:
-        store(_FLOAT, at + 4 * whole, scaled(load_some(like, address + size * whole, dim - whole, _NONE), factor))
+        store(_FLOAT, query + 4 * whole, times(load_some(like, address + size * whole, dim - whole, _NONE), factor))
 
 
 @_inner
-def _score(scores: Any, count: int, query: int, dim: int, like: Any, size: int, keys: int, stride: int) -> None:  # noqa: PLR0917
+def _score(scores: int, count: int, query: int, dim: int, like: Any, size: int, keys: int, stride: int) -> None:
     """The product of `query` with each row; rows begin every `stride` bytes."""
     whole = dim - dim % LANES
     for t in range(count):
@@ -169,7 +177,7 @@ def _score(scores: Any, count: int, query: int, dim: int, like: Any, size: int, 
         if whole < dim:
             tail = load_some(like, row + size * whole, dim - whole, _NONE)
             sums = fma(load(_FLOAT, query + 4 * whole), tail, sums)
-        scores[t] = total(sums)
+        store_float(scores + 4 * t, total(sums))
 
 
 @_inner
@@ -179,39 +187,41 @@ def _soften(scores: int, count: int) -> Any:
     top = load(_FLOAT, scores)
     for t in range(LANES, whole, LANES):
         top = higher(load(_FLOAT, scores + 4 * t), top)
-    most, sums = highest(top), zeros()
+    most, sums = spread(-highest(top)), zeros()
     for t in range(0, whole, LANES):
-        weights = exp_of_difference(load(_FLOAT, scores + 4 * t), most)
+        weights = exp(add(load(_FLOAT, scores + 4 * t), most))
         store(_FLOAT, scores + 4 * t, weights)
         sums = add(sums, weights)
     return np.float32(1) / total(sums)
 
 
 @_inner
-def _weigh(weights: Any, count: int, share: Any, dim: int, like: Any, size: int, values: int, stride: int, out: int) -> None:  # noqa: PLR0917
+def _weigh(
+    weights: int, count: int, share: Any, dim: int, like: Any, size: int, values: int, stride: int, out: int
+) -> None:
     """The sum of the rows times their weights, token after token, times `share`."""
     i = 0
     while i + 4 * LANES <= dim:
         s0, s1, s2, s3 = zeros(), zeros(), zeros(), zeros()
         for t in range(count):
-            row, weight = values + t * stride + size * i, spread(weights[t])
+            row, weight = values + t * stride + size * i, spread(load_float(weights + 4 * t))
             s0 = fma(weight, load(like, row), s0)
             s1 = fma(weight, load(like, row + size * LANES), s1)
             s2 = fma(weight, load(like, row + size * 2 * LANES), s2)
             s3 = fma(weight, load(like, row + size * 3 * LANES), s3)
         to = out + size * i
-        store(like, to, scaled(s0, share))
-        store(like, to + size * LANES, scaled(s1, share))
-        store(like, to + size * 2 * LANES, scaled(s2, share))
-        store(like, to + size * 3 * LANES, scaled(s3, share))
+        store(like, to, times(s0, share))
+        store(like, to + size * LANES, times(s1, share))
+        store(like, to + size * 2 * LANES, times(s2, share))
+        store(like, to + size * 3 * LANES, times(s3, share))
         i += 4 * LANES
     while i < dim:
         sums, n = zeros(), min(LANES, dim - i)
         for t in range(count):
             row = values + t * stride + size * i
             part = load(like, row) if n == LANES else load_some(like, row, n, _NONE)
-            sums = fma(spread(weights[t]), part, sums)
-        sums = scaled(sums, share)
+            sums = fma(spread(load_float(weights + 4 * t)), part, sums)
+        sums = times(sums, share)
         if n == LANES:
             store(like, out + size * i, sums)
         else:
@@ -219,14 +229,14 @@ def _weigh(weights: Any, count: int, share: Any, dim: int, like: Any, size: int,
         i += n
 
 
-@_compiled
+@compiled
 def _put(source: int, nbytes: int, targets: Any) -> None:
     for b in range(len(targets)):
         copy_bytes(source + b * nbytes, targets[b], nbytes)
 
 
-@_compiled
-def _attend(  # noqa: PLR0917 (compiled code takes no names)
+@compiled
+def _attend(
     like: Any,
     size: int,
     query: int,
@@ -236,22 +246,23 @@ def _attend(  # noqa: PLR0917 (compiled code takes no names)
     shape: tuple[int, int, int, int],
     factor: Any,
     output: int,
+    scratch: int,
     first: int,
     last: int,
 ) -> None:
     """Units [first, last): KV head by KV head of each sequence."""
     kv_heads, group, dim, value_dim = shape
-    # Whole vectors of scores: those past the last token weigh nothing.
-    scores = np.empty(tokens.max() + LANES, np.float32)
-    head = np.empty(dim + LANES, np.float32)
+    head, scores = scratch, scratch + 4 * (dim + LANES)
     for unit in range(first, last):
         b, h = unit // kv_heads, unit % kv_heads
         count = tokens[b]
         key, value = keys[b] + h * dim * size, values[b] + h * value_dim * size
         for g in range(group):
             _load_head(head, like, size, query + (unit * group + g) * dim * size, dim, factor)
-            _score(scores, count, head.ctypes.data, dim, like, size, key, kv_heads * dim * size)
-            scores[count : count + LANES] = _BELOW
-            share = _soften(scores.ctypes.data, count)
+            _score(scores, count, head, dim, like, size, key, kv_heads * dim * size)
+            # Whole vectors of scores: those past the last token weigh nothing.
+            for t in range(count, count + LANES):
+                store_float(scores + 4 * t, _BELOW)
+            share = _soften(scores, count)
             out = output + (unit * group + g) * value_dim * size
             _weigh(scores, count, share, value_dim, like, size, value, kv_heads * value_dim * size, out)

@@ -8,16 +8,21 @@ Numbers in memory are float32, or bfloat16 as its 16 bits. Which it is, is told 
 `np.float32` or `np.uint16`. Addresses are integers, aligned to the numbers that are there.
 """
 
+# Compiled code takes no names.
+# ruff: noqa: PLR0917
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import intrinsic as _numba_intrinsic
+from numba.extending import models, register_model
 
 LANES = 16
+TILE_ROWS, TILE_COLUMNS = 6, 64
 
 _f32, _i1, _i16, _i32 = ir.FloatType(), ir.IntType(1), ir.IntType(16), ir.IntType(32)
 _floats, _words = ir.VectorType(_f32, LANES), ir.VectorType(_i32, LANES)
@@ -27,6 +32,11 @@ _halves, _mask = ir.VectorType(_i16, LANES), ir.VectorType(_i1, LANES)
 _LOG2_E, _LN2_HIGH, _LN2_LOW = 1.44269502162933349609375, 0.693359375, -2.12194440e-4
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 _LEAST = -87.0
+
+
+def intrinsic(typed: Callable[..., Any]) -> Any:
+    """An operation of compiled code; callers do not give the first argument."""
+    return _numba_intrinsic(typed)
 
 
 class Lanes(types.Type):
@@ -70,7 +80,7 @@ def add(_: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def scale(_: Any, a: Any, factor: Any) -> Any:
+def times(_: Any, a: Any, factor: Any) -> Any:
     """Each lane times one number."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -106,13 +116,12 @@ def highest(_: Any, a: Any) -> Any:
 
 
 @intrinsic
-def exp_of_difference(_: Any, a: Any, b: Any) -> Any:
-    """exp(a - b) of lanes a ≤ b, to two units of the last place; 0 from -87 on down, NaN of NaN."""
+def exp(_: Any, a: Any) -> Any:
+    """e to the power of lanes that are not above 0 by more than rounding, to two units of the last place.
 
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return _exp(builder, builder.fsub(values[0], _splat(builder, values[1])))
-
-    return _lanes(_lanes, types.float32), generate
+    0 from -87 on down, NaN of NaN.
+    """
+    return _lanes(_lanes), lambda context, builder, signature, values: _exp(builder, *values)
 
 
 @intrinsic
@@ -191,6 +200,38 @@ def copy_bytes(_: Any, source: Any, target: Any, count: Any) -> Any:
     return types.none(types.int64, types.int64, types.int64), generate
 
 
+@intrinsic
+def zero_bytes(_: Any, target: Any, count: Any) -> Any:
+    """`count` bytes of zero."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        cgutils.memset(builder, builder.inttoptr(values[0], ir.IntType(8).as_pointer()), values[1], 0)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+@intrinsic
+def load_float(_: Any, address: Any) -> Any:
+    """One float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.load(builder.inttoptr(values[0], _f32.as_pointer()), align=4)
+
+    return types.float32(types.int64), generate
+
+
+@intrinsic
+def store_float(_: Any, address: Any, number: Any) -> Any:
+    """One float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        builder.store(values[1], builder.inttoptr(values[0], _f32.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.float32), generate
+
+
 def _same(number: float) -> Any:
     return ir.Constant(_floats, [_f32(number)] * LANES)
 
@@ -224,7 +265,7 @@ def _fold(builder: Any, vector: Any, join: Any) -> Any:
 
 
 def _exp(builder: Any, x: Any) -> Any:
-    """Of x ≤ 0: 2ⁿ times a polynomial of the remainder."""
+    """2ⁿ times a polynomial of the remainder."""
     normal = builder.fcmp_ordered(">", x, _same(_LEAST))
     known = builder.select(normal, x, _same(_LEAST))
     # Towards zero from half below: the nearest whole number.
@@ -254,3 +295,61 @@ def _narrow(builder: Any, numbers: Any) -> Any:
     rounded = builder.lshr(builder.add(builder.add(bits, _same_word(0x7FFF)), odd), _same_word(16))
     is_none = builder.fcmp_unordered("uno", numbers, numbers)
     return builder.trunc(builder.select(is_none, _same_word(0x7FC0), rounded), _halves)
+
+
+class _BFloat(ir.Type):
+    """bfloat16, which llvmlite has no type for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_pairs = ir.VectorType(_BFloat(), 2 * LANES)
+
+
+@intrinsic
+def tile(_: Any, a: Any, a_stride: Any, b: Any, pairs: Any, c: Any, c_stride: Any, add_to: Any) -> Any:
+    """C = A B, or C + A B if `add_to`, of `TILE_ROWS` rows and `TILE_COLUMNS` columns, by AVX512-BF16's instruction.
+
+    A is bfloat16, its rows `a_stride` bytes apart; B is `pairs` rows of words, each two numbers of a column, one below
+    the other; C is float32, its rows `c_stride` bytes apart. One order of sums for each number of C: pair after pair.
+    """
+    wide = types.int64
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        _tile(builder, *values)
+        return context.get_dummy_value()
+
+    return types.none(wide, wide, wide, wide, wide, wide, wide), generate
+
+
+def _tile(builder: Any, a: Any, a_stride: Any, b: Any, pairs: Any, c: Any, c_stride: Any, add_to: Any) -> None:
+    i64, columns = ir.IntType(64), range(TILE_COLUMNS // LANES)
+
+    def vector_at(start: Any, kind: Any, nbytes: int) -> Any:
+        return builder.inttoptr(builder.add(start, i64(nbytes)), kind.as_pointer())
+
+    c_rows = [builder.add(c, builder.mul(c_stride, i64(row))) for row in range(TILE_ROWS)]
+    a_rows = [builder.add(a, builder.mul(a_stride, i64(row))) for row in range(TILE_ROWS)]
+    sums = [[cgutils.alloca_once_value(builder, _same(0.0)) for _ in columns] for _ in c_rows]
+    with builder.if_then(builder.icmp_signed("!=", add_to, i64(0))):
+        for start, row in zip(c_rows, sums, strict=True):
+            for column in columns:
+                before = builder.load(vector_at(start, _floats, 4 * LANES * column), align=4)
+                builder.store(before, row[column])
+    kind = ir.FunctionType(_floats, [_floats, _pairs, _pairs])
+    product = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    with cgutils.for_range(builder, pairs) as loop:
+        at = builder.add(b, builder.mul(loop.index, i64(4 * TILE_COLUMNS)))
+        right = [builder.load(vector_at(at, _words, 4 * LANES * column), align=4) for column in columns]
+        right = [builder.bitcast(one, _pairs) for one in right]
+        for start, row in zip(a_rows, sums, strict=True):
+            word = builder.inttoptr(builder.add(start, builder.mul(loop.index, i64(4))), _i32.as_pointer())
+            first = builder.insert_element(ir.Constant(_words, ir.Undefined), builder.load(word, align=4), _i32(0))
+            left = builder.shuffle_vector(first, ir.Constant(_words, ir.Undefined), _same_word(0))
+            left = builder.bitcast(left, _pairs)
+            for column in columns:
+                builder.store(builder.call(product, [builder.load(row[column]), left, right[column]]), row[column])
+    for start, row in zip(c_rows, sums, strict=True):
+        for column in columns:
+            builder.store(builder.load(row[column]), vector_at(start, _floats, 4 * LANES * column), align=4)

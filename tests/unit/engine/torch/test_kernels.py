@@ -136,7 +136,7 @@ from farfill.engine.torch import kernels
 digest, alone = blake3.blake3(), sys.argv[1] == "alone"
 for dtype in (torch.bfloat16, torch.float32):
     kernels.prepare(dtype)
-    for heads, group, dim, value_dim in ((3, 3, 64, 64), (1, 4, 256, 256), (2, 5, 80, 24), (1, 1, 8, 8), (2, 2, 192, 128)):
+    for heads, group, dim, value_dim in ((3, 3, 64, 64), (1, 4, 256, 256), (2, 5, 80, 24), (1, 1, 8, 8)):
         generator = torch.Generator().manual_seed(dim)
         lengths = [1, 7, 16, 17, 63, 150, 331, 1200]
         keys = [torch.randn((n, heads, dim), generator=generator).to(dtype) for n in lengths]
