@@ -130,3 +130,23 @@ def test_capacity_as_json(monkeypatch, capsys):
 def test_capacity_names_a_missing_plan(monkeypatch, capsys, tmp_path: Path):
     assert call(monkeypatch, "capacity", tmp_path / "none.yaml") == 2
     assert "none.yaml: cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("way", ["--estimate", "--aiconfigurator"])
+def test_a_profile_without_an_accelerator_is_told_which_there_are(monkeypatch, capsys, model, tmp_path, way: str):
+    assert call(monkeypatch, "profile", tmp_path / "p.yaml", way, model) == 2
+    told = capsys.readouterr().err
+    assert f"{way} needs --accelerator" in told
+    assert "H200" in told
+    assert not (tmp_path / "p.yaml").exists()
+
+
+def test_an_estimated_profile_says_that_its_prefill_is_a_formula(monkeypatch, capsys, model, tmp_path: Path):
+    assert call(monkeypatch, "profile", tmp_path / "p.yaml", "--estimate", model, "--accelerator", "H200") == 0
+    assert "p.yaml: a formula of prefill and " in capsys.readouterr().out
+    assert read_profile(tmp_path / "p.yaml").prefill is not None
+
+
+def test_an_empty_accelerator_is_not_called_unknown(monkeypatch, capsys, model: Path):
+    assert call(monkeypatch, "kv", model, "--accelerator", "") == 2
+    assert "no accelerator is named; known are:" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,27 @@ def test_a_trace_gives_lengths_rate_and_burstiness(folder: Path):
     assert found.demand_per_s == pytest.approx(2.0)
     assert found.mean_output_tokens == 256
     assert "400 requests over 200 s, 0% of input tokens cached" in found.workload
+
+
+@pytest.mark.parametrize(
+    ("times", "rate", "told"),
+    [
+        ([0], "", ["one request, so neither a rate", "set workload.requests_per_s"]),
+        ([0], "  requests_per_s: 2.0", ["one request, so neither a rate"]),
+        ([7, 7, 7], "", ["3 requests, all at one time, so neither a rate", "set workload.requests_per_s"]),
+        (range(0, 9000, 500), "  requests_per_s: 2.0", ["more evenly than from users", "workload.arrival_scv: 1"]),
+        ([0, 10, 5000, 5010, 9000, 9001], "  requests_per_s: 2.0", []),
+        ([9000, 10, 5000, 5010, 0, 9001], "  requests_per_s: 2.0", ["not in order of time (2 of 6 lines"]),
+    ],
+)
+def test_what_a_trace_cannot_tell_is_warned_of(folder: Path, times: Iterable[int], rate: str, told: list[str]):
+    lines = [{"timestamp": at, "input_length": 9000 + i, "output_length": 256} for i, at in enumerate(times)]
+    (folder / "trace.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    text = edited(input="  trace: trace.jsonl", output_tokens="", requests_per_s=rate, context_tokens="")
+    found = " ".join(answer(folder, text).warnings)
+    assert bool(found) == bool(told)
+    assert all(part in found for part in told), found
+    assert ("requests_per_s" in found) == (rate == "")
 
 
 def test_the_answer_survives_its_file(folder: Path):

@@ -80,3 +80,20 @@ def test_burstiness_is_zero_for_a_clock_and_high_for_bursts(tmp_path: Path):
     assert arrival_burstiness(clock) == pytest.approx(0.0)
     assert arrival_burstiness(bursts) > 5
     assert arrival_burstiness(clock[:1]) == 1.0
+
+
+def test_lines_out_of_order_are_sorted_and_doubted(tmp_path: Path):
+    path = write(tmp_path, request(5000, 100), request(1000, 200), request(9000, 300), request(2000, 400))
+    doubts: list[str] = []
+    assert [r.input_tokens for r in read_trace(path, doubts=doubts)] == [200, 400, 100, 300]
+    assert len(doubts) == 1
+    assert doubts[0].startswith("trace.jsonl: not in order of time (2 of 4 lines are earlier than the one before)")
+    assert read_trace(write(tmp_path, request(1000, 1), request(1000, 2)), doubts=doubts)
+    assert len(doubts) == 1
+
+
+def test_a_recording_may_have_another_order(tmp_path: Path):
+    lines = [{**request(at, 100), "block_tokens": 512} for at in (5000, 1000)]
+    doubts: list[str] = []
+    assert [r.arrival_s for r in read_trace(write(tmp_path, *lines), doubts=doubts)] == [1, 5]
+    assert not doubts
