@@ -44,10 +44,12 @@ class Solution:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advantage:
-    """Of far prefill over one site: `gain` times as much for the money; None: one site cannot do it at all."""
+    """Of far prefill over one site of so many instances: `gain` times as much for the money; None: one site cannot do
+    it at all."""
 
     used: bool
     gain: float | None
+    one_site_instances: int = 0
 
     @property
     def pays(self) -> bool:
@@ -102,10 +104,12 @@ def advantage(problem: Problem, solution: Solution, alone: Running | None) -> Ad
     running = solution.running
     used = running.split.far_share > 0 and any(pool.instances for pool in running.fleet.far)
     if problem.workload.requests_per_s is None:
-        return Advantage(used=used, gain=equal_cost_gain(problem, running.demand, running.fleet, running.split))
+        gain = equal_cost_gain(problem, running.demand, running.fleet, running.split)
+        return Advantage(used=used, gain=gain, one_site_instances=alone.fleet.near_instances if alone else 0)
     if alone is None or not _meets_limit(problem, alone, solution.rate_per_s):
         return Advantage(used=used, gain=None)
-    return Advantage(used=used, gain=hourly_price(problem, alone.fleet) / hourly_price(problem, running.fleet))
+    gain = hourly_price(problem, alone.fleet) / hourly_price(problem, running.fleet)
+    return Advantage(used=used, gain=gain, one_site_instances=alone.fleet.near_instances)
 
 
 def demand_of(problem: Problem) -> Demand:

@@ -44,9 +44,10 @@ def _compared(problem: Problem, gained: Advantage) -> str:
         demand = problem.workload.requests_per_s
         return "in the best split nothing goes far" if demand is None else "near instances alone serve this for less"
     percent = round((gained.gain - 1) * 100)
-    if percent == 0:
-        return "with far instances the same money serves as much as in one site"
-    return f"with far instances the same money serves {abs(percent)}% {'more' if percent > 0 else 'less'} than one site"
+    more = "as much as" if percent == 0 else f"{abs(percent)}% {'more' if percent > 0 else 'less'} than"
+    site, count = problem.near, gained.one_site_instances
+    there = f"; {site.name} has {site.instances} now" if count > site.instances else ""
+    return f"with far instances the same money serves {more} one site of {count} instances{there}"
 
 
 def _why(problem: Problem, plan: Option, causes: Causes) -> str:

@@ -102,3 +102,11 @@ def test_causes_are_those_that_alone_would_do(tmp_path: Path) -> None:
     causes = causes_of(read_problem(plan_path(tmp_path, price=50, gbit=0.5)))
     assert causes.link is None  # not by a link alone: the price is too high
     assert causes.together
+
+
+def test_one_site_that_is_larger_than_the_near_one_is_told_as_such(tmp_path: Path) -> None:
+    path = plan_path(tmp_path, price=50)
+    path.write_text(path.read_text().replace("near: {instances: 60", "near: {instances: 8"))
+    found = plan_capacity(read_problem(path))
+    assert any(part.instances for part in found.plan.far)  # eight do not suffice
+    assert "less than one site of 15 instances; near has 8 now" in found.verdict
