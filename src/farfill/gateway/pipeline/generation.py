@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason, Placement
@@ -109,6 +110,11 @@ class Generation:
         wait, timing = self.wait, self.timing
 
         def came(events: list[GenerationEvent]) -> bool:
+            if len(events) == 1 and type(events[0]) is TokensEvent:  # mostly
+                batch = cast(list[TokensEvent], events)
+                self._seen(batch)
+                wait.silent_since_s = timing.last_s
+                return take(batch)
             batch = self._take(events)
             more = not batch or take(batch)
             wait.silent_since_s = timing.last_s
@@ -162,11 +168,7 @@ class Generation:
             raise
 
     def _take(self, events: list[GenerationEvent]) -> list[TokensEvent]:
-        if len(events) == 1 and type(events[0]) is TokensEvent:  # mostly
-            batch = [events[0]]
-            self._seen(batch)
-            return batch
-        batch = list[TokensEvent]()
+        batch: list[TokensEvent] = []
         for event in events:
             if isinstance(event, TokensEvent):
                 batch.append(event)
