@@ -51,7 +51,7 @@ from farfill.engine.torch.lanes import (
 Addresses = npt.NDArray[np.int64]
 
 # How torch keeps a number, and as what it is read here.
-_STORED: dict[torch.dtype, Any] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
+STORED: dict[torch.dtype, Any] = {torch.bfloat16: np.uint16(0), torch.float32: np.float32(0)}
 # Multiplications for which waking another thread pays.
 _SPLIT_WORK = 4_000_000
 
@@ -62,12 +62,12 @@ _BELOW = np.float32(-np.inf)
 
 def supports(rows: torch.Tensor) -> bool:
     """Whether these functions can read such a cache."""
-    return rows.device.type == "cpu" and rows.dtype in _STORED
+    return rows.device.type == "cpu" and rows.dtype in STORED
 
 
 def prepare(dtype: torch.dtype) -> None:
     """Compile what caches of `dtype` need, or load it from disk, so that no step has to."""
-    if dtype in _STORED:
+    if dtype in STORED:
         rows = torch.zeros((1, 1, 1, LANES), dtype=dtype)
         at = np.array([rows.data_ptr()], np.int64)
         put(rows, at)
@@ -92,7 +92,7 @@ def attend(
     sequences, kv_heads, group, dim = query.shape
     output = torch.empty((sequences, kv_heads, group, value_dim), dtype=query.dtype)
     fixed = (
-        _STORED[query.dtype],
+        STORED[query.dtype],
         query.element_size(),
         query.data_ptr(),
         keys,

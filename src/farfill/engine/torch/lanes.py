@@ -158,6 +158,23 @@ def load_some(_: Any, like: Any, address: Any, count: Any, rest: Any) -> Any:
 
 
 @intrinsic
+def rounded(_: Any, like: Any, a: Any) -> Any:
+    """As it would be loaded after it was stored."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        half = signature.args[0] == types.uint16
+        return _widen(builder, _narrow(builder, values[1])) if half else values[1]
+
+    return _lanes(like, _lanes), generate
+
+
+@intrinsic
+def multiply(_: Any, a: Any, b: Any) -> Any:
+    """a b."""
+    return _lanes(_lanes, _lanes), lambda context, builder, signature, values: builder.fmul(*values)
+
+
+@intrinsic
 def store(_: Any, like: Any, address: Any, a: Any) -> Any:
     """16 numbers to `address` and on; bfloat16 rounds to nearest, ties to even."""
 

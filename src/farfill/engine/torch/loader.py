@@ -27,6 +27,7 @@ from farfill.engine.torch.kv import KVSpec
 from farfill.engine.torch.layout import ModelShape, derive_shape, require_known
 from farfill.engine.torch.linear import pack_linears
 from farfill.engine.torch.mamba1 import fix_continuation
+from farfill.engine.torch.norms import compile_norms
 from farfill.engine.torch.processor import TorchMedia, open_media
 from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
 from farfill.engine.torch.vision import FAMILIES, TextPart, VisionPart
@@ -148,6 +149,7 @@ def _check(net: Any, executor: TorchExecutor, shape: ModelShape, memory: CheckMe
     found = memory.recall()
     check = ModelCheck(net) if found is None else None
     pack_linears(net, shape.called)
+    compile_norms(net)
     if check is not None:
         memory.remember(check.run(executor))
     elif found is not None:

@@ -64,6 +64,8 @@ def supports(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> boo
         and query.shape[3] % 2 == 0
         and value.shape[3] % TILE_COLUMNS == 0
         and all(one.stride(3) == 1 for one in (query, key, value))
+        # Keys are read two numbers at a time.
+        and key.storage_offset() % 2 == key.stride(1) % 2 == key.stride(2) % 2 == 0
     )
 
 

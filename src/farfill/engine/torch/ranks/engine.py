@@ -21,6 +21,7 @@ from farfill.engine.protocol import EngineInfo, EngineLoad
 from farfill.engine.torch import loader
 from farfill.engine.torch.layout import require_known
 from farfill.engine.torch.linear import pack_linears
+from farfill.engine.torch.norms import compile_norms
 from farfill.engine.torch.ranks.cutting import load_cut
 from farfill.engine.torch.ranks.group import Lost
 from farfill.engine.torch.ranks.lead import LeadExecutor
@@ -108,6 +109,7 @@ def load_model(
     ranks.send(Pack(found is None))
     check = ModelCheck(cut.net) if found is None else None
     pack_linears(cut.net, cut.called)
+    compile_norms(cut.net)
     ranks.collect()
     if check is not None:
         memory.remember(check.run(executor))

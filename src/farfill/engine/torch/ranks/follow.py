@@ -23,6 +23,7 @@ from farfill.engine.torch.executor import TorchExecutor
 from farfill.engine.torch.host import set_threads
 from farfill.engine.torch.kv import TorchKV
 from farfill.engine.torch.linear import pack_linears
+from farfill.engine.torch.norms import compile_norms
 from farfill.engine.torch.ranks.cutting import CutModel, load_cut
 from farfill.engine.torch.ranks.group import RankGroup
 from farfill.engine.torch.ranks.messages import (
@@ -166,6 +167,7 @@ class Follower:
         if order.compares:
             ModelCheck(cut.net)
         pack_linears(cut.net, cut.called)
+        compile_norms(cut.net)
         self._answer()
 
     def _allocate(self, order: Allocate, descriptor: int) -> None:
