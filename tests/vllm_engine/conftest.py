@@ -22,7 +22,7 @@ MODELS = ("llama", "gemma3", "granite", "qwen3", "falcon_h1")
 # vLLM's linear attention on CPU knows nothing else.
 BFLOAT16 = frozenset({"qwen3_5"})
 # vLLM imports their image processors, whose defaults need it.
-WITH_TORCHVISION = frozenset({"qwen3_5", "qwen2_5_vl"})
+WITH_TORCHVISION = frozenset({"qwen3_5", "qwen2_5_vl", "gemma3_vl"})
 LAST_FILE = "test_death.py"
 CHUNK_TOKENS = 256
 START_DEADLINE_S = 400.0

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -70,6 +71,10 @@ _VISION: dict[str, dict[str, dict[str, Any]]] = {
         "text": {"rope_parameters": _MROPE},
         "tower": {"hidden_size": 64, "num_heads": 2, "out_hidden_size": 128},
     },
+    "gemma3_vl": {
+        "text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 128, "vocab_size": 288},
+        "tower": {"hidden_size": 64},
+    },
 }
 
 
@@ -88,15 +93,33 @@ def make_model(name: str, folder: Path, dtype: str = "float32") -> Path:
 
 def make_vision_model(name: str, folder: Path) -> Path:
     """Likewise a model that takes images, with its processor: the embedded engine's, wide enough for vLLM's kernels."""
-    config = vision_models.make_config(name)
+    family = name.removesuffix("_vl") if name == "gemma3_vl" else name
+    config = vision_models.make_config(family)
     for key, value in {**_VISION_TEXT, **_VISION[name].get("text", {})}.items():
         setattr(config.text_config, key, value)
     for key, value in _VISION[name].get("tower", {}).items():
         setattr(config.vision_config, key, value)
     model = AutoModelForImageTextToText.from_config(config)
     seed_weights(model)
-    vision_models.save_model(name, folder, model)
+    vision_models.save_model(family, folder, model)
+    if family == "gemma3":
+        _as_published(folder)
     return folder
+
+
+def _as_published(folder: Path) -> None:
+    """What vLLM expects of Gemma 3: tokens for blank lines, and the vision tower's weights under their older names."""
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    tower = "vision_tower."
+    save_file(
+        {key.replace(tower, f"{tower}vision_model.") if tower in key else key: w for key, w in weights.items()},
+        path,
+        {"format": "pt"},
+    )
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_tokens(["\n" * count for count in range(1, 5)])
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def seed_weights(model: Any) -> None:
