@@ -55,20 +55,19 @@ async def send_events(
     async def send_one(i: int) -> None:
         generation = generations[i]
         n = generation.job.sampling.n
-        put, chunk = answer.put, renderer.chunk
-
-        def told(batch: list[TokensEvent]) -> bytes:
-            if len(batch) == 1:
-                return chunk(i * n + batch[0].index, batch[0])
-            return b"".join([chunk(i * n + event.index, event) for event in batch])
+        base, put, chunk = i * n, answer.put, renderer.chunk
 
         def take(batch: list[TokensEvent]) -> bool:
-            data = told(batch)
+            if len(batch) == 1:
+                data = chunk(base + batch[0].index, batch[0])
+            else:
+                data = b"".join([chunk(base + event.index, event) for event in batch])
             return not data or put(data)
 
-        opening = b"".join(renderer.begin(i * n + choice) for choice in range(n))
-        if first := opening + told(await generation.next_batch()):
-            put(first)
+        opening = [renderer.begin(base + choice) for choice in range(n)]
+        first = [chunk(base + event.index, event) for event in await generation.next_batch()]
+        if data := b"".join(opening + first):
+            put(data)
             await answer.drained()
         generation.sent()
         while not generation.ended:
