@@ -45,8 +45,8 @@ _SECRET_TEXT = re.compile(
 )
 
 
+_PLAIN = frozenset({int, float, bool, type(None)})
 _NESTED = frozenset({dict, list, tuple})
-_FLAT = _NESTED | {str, int, float, bool, type(None)}
 _LEAST_CHARS = len("bearer x")
 
 
@@ -124,12 +124,15 @@ class _Lenient:
 
 def redact(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
     """Replace secrets in `event`, at any depth."""
-    values = event.values()
-    nested = [value for value in values if type(value) in _NESTED and value]
-    if not nested and _FLAT.issuperset(map(type, values)):
-        # As nearly always: looked through in one go.
-        texts = "\n".join([value for value in values if type(value) is str])
-        if not _names_secret(tuple(event)) and not _suspect(texts):
+    texts: list[str] = []
+    for value in event.values():
+        kind = type(value)
+        if kind is str:
+            texts.append(value)
+        elif kind not in _PLAIN and (kind not in _NESTED or value):
+            break
+    else:  # as nearly always: a flat event, looked through in one go
+        if not _names_secret(tuple(event)) and not _suspect("\n".join(texts)):
             return event
     return {key: _redacted(key, value) for key, value in event.items()}
 
