@@ -13,6 +13,8 @@ because the rows of each sequence lie in memory of its own.
 # ruff: noqa: PLR0917
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -47,6 +49,8 @@ from farfill.engine.torch.lanes import (
     total,
     zeros,
 )
+
+_log = logging.getLogger(__name__)
 
 Addresses = npt.NDArray[np.int64]
 
@@ -135,12 +139,10 @@ def pool(threads: int) -> ThreadPoolExecutor:
 
 def compiled(function: Callable[..., Any]) -> Any:
     """`function` as machine code that runs without the interpreter's lock, from disk where it was kept."""
-    options = {"nogil": True, "error_model": "numpy"}
-    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_folder_of(function))  # type: ignore[attr-defined]
+    folder = _folder_of(function)
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)  # type: ignore[attr-defined]
     try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # no folder can be written: every process compiles anew
-        return numba.njit(**options)(function)
+        return numba.njit(cache=_is_writable(folder), nogil=True, error_model="numpy")(function)
     finally:
         numba.config.CACHE_DIR = before  # type: ignore[attr-defined]
 
@@ -151,6 +153,18 @@ def _folder_of(function: Callable[..., Any]) -> Path:
     for source in (function.__code__.co_filename, lanes.__file__):
         digest.update(Path(source).read_bytes())
     return cache_dir() / "kernels" / digest.hexdigest(length=8)
+
+
+def _is_writable(folder: Path) -> bool:
+    """numba would take another folder, which is not named after the sources."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        error = None if os.access(folder, os.W_OK) else "not writable"
+    except OSError as found:
+        error = str(found)
+    if error is not None:
+        _log.warning("compiled code cannot be kept in %s, every start compiles anew: %s", folder, error)
+    return error is None
 
 
 _inner = numba.njit(error_model="numpy")

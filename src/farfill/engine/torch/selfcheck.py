@@ -48,8 +48,11 @@ class ModelCheck:
         ids = torch.tensor([self._prompt], device=net.device)
         logits = net(input_ids=ids, cache=new_cache(net), use_cache=True).logits[0, -1]
         self._expected: _Logits = logits.float().cpu().numpy()
-        # Chunks and batches round differently; state that went missing is far beyond that.
-        self._tolerance = 0.002 if net.dtype == torch.float32 else 0.1
+        # Chunks and batches round differently; state that went missing is far beyond that. Models blow roundings up on
+        # their way to the logits: in bfloat16, SmolLM2's are off by 0.02 to 0.21 from prompt to prompt, in plain torch
+        # as well. Those of a wrong state are off by 1 and more.
+        single = net.dtype == torch.float32
+        self._kv_tolerance, self._logits_tolerance = (0.002, 0.002) if single else (0.1, 0.4)
 
     def run(self, executor: TorchExecutor) -> Capabilities:
         """What `executor` can do, which is set in it as well.
@@ -69,7 +72,7 @@ class ModelCheck:
         """Whether a second prefill chunk may be computed at once: it then leaves the KV that one chunk does."""
         cuts = (_CUT, _TOKENS - 1 - _CUT)
         difference = self._kv_difference(whole, self._prefilled(executor, *cuts))
-        if difference <= self._tolerance:
+        if difference <= self._kv_tolerance:
             return True
         _log.warning(
             "%s is prefilled token by token after the first chunk: at once, its KV differs by %.3g of its size",
@@ -79,7 +82,7 @@ class ModelCheck:
         executor.capabilities = replace(executor.capabilities, chunked_prefill=False)
         chunks = self._prefilled(executor, *cuts)
         difference = self._kv_difference(whole, chunks)
-        if difference > self._tolerance:
+        if difference > self._kv_tolerance:
             raise ModelUnsupportedError(
                 f"{self._name} cannot continue a prompt: its KV differs by {difference:.3g} of its size"
             )
@@ -115,13 +118,13 @@ class ModelCheck:
             _log.info("%s is decoded one sequence at a time: %s", self._name, error)
             return False
         worst = max(map(self._difference, together, alone))
-        if worst > self._tolerance:
+        if worst > self._logits_tolerance:
             _log.info("%s is decoded one sequence at a time: in a batch, logits differ by %.3g", self._name, worst)
-        return worst <= self._tolerance
+        return worst <= self._logits_tolerance
 
     def _require(self, what: str, executor: TorchExecutor, kv: TorchKV) -> None:
         difference = self._off(executor, kv)
-        if difference > self._tolerance:
+        if difference > self._logits_tolerance:
             raise ModelUnsupportedError(
                 f"{self._name} decodes differently {what}: logits differ by {difference:.3g} of their spread"
             )

@@ -163,3 +163,14 @@ def test_code_just_compiled_and_code_from_disk_give_the_same_bits_in_any_batch(t
     assert compiled[1] == 0
     assert compiled_alone[1] > 0
     assert compiled[0] == compiled_alone[0]
+
+
+def test_code_that_cannot_be_kept_is_compiled_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "farfill").write_text("no folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kept = kernels.compiled(kernels._put.py_func)
+    kept(0, 0, np.zeros(1, np.int64))
+    assert "every start compiles anew" in caplog.text
+    assert not kept.stats.cache_path
