@@ -37,6 +37,7 @@ from farfill.verify.profile import ProfilePlan, measure_profile
 
 app = typer.Typer(no_args_is_help=True, help="Plan before you buy: KV sizes, profiles, capacity.")
 
+_DIGITS = 10
 AsJson = Annotated[bool, typer.Option("--json", help="JSON on stdout instead of tables.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw there: .png, .svg or .pdf.")]
 Like = Annotated[str | None, typer.Option(help="Read an unknown model type as this known one.")]
@@ -224,6 +225,8 @@ async def _measure(access: GatewayAccess, plan: ProfilePlan) -> ProfileFile:
 
 def _lengths(text: str, option: str) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) >= 1 for part in parts):
-        raise ConfigError(f"{option} takes whole numbers from 1 up, with commas between, not {text!r}")
+    if not parts or not all(part.isdecimal() and len(part) < _DIGITS and int(part) >= 1 for part in parts):
+        raise ConfigError(
+            f"{option} takes whole numbers from 1 to {10 ** (_DIGITS - 1) - 1:,}, with commas between, not {text!r}"
+        )
     return tuple(sorted({int(part) for part in parts}))

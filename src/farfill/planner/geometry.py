@@ -72,9 +72,9 @@ def derive_geometry(
     if model_type in UNSUPPORTED:
         raise UnknownArchitectureError(f"model_type {model_type}: {UNSUPPORTED[model_type]}")
     kv = kv_dtype or fields.dtype(DTYPE_BYTES) or "bfloat16"
-    for name in (kv, state_dtype):
-        if name not in DTYPE_BYTES:
-            raise UnknownArchitectureError(f"dtype {name!r} is not known; give one of: {', '.join(DTYPE_BYTES)}")
+    for name, value in (("kv_dtype", kv), ("state_dtype", state_dtype)):
+        if value not in DTYPE_BYTES:
+            raise UnknownArchitectureError(f"{name} {value!r} is not known; give one of: {', '.join(DTYPE_BYTES)}")
     reader = _Reader(fields, model_type, CacheTypes(kv=kv, state=state_dtype))
     words = reader.layer_words()
     tensors: list[TensorLayout] = []

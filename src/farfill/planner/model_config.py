@@ -38,7 +38,7 @@ def read_model_config(model: str) -> tuple[Json, Path]:
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_CONFIG_BYTES} bytes; this is no config.json")
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except RecursionError as error:
@@ -199,8 +199,8 @@ def _shown(value: object) -> str:
 
 def text_config(config: Json) -> Json:
     """The innermost part of `config` that describes a text decoder."""
-    for name in _INNER:
-        inner = config.get(name)
-        if isinstance(inner, dict):
-            return text_config(cast("Json", inner))
-    return config
+    while True:
+        inner = next((part for name in _INNER if isinstance(part := config.get(name), dict)), None)
+        if inner is None:
+            return config
+        config = cast("Json", inner)

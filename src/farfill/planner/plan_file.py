@@ -63,7 +63,7 @@ class WorkloadSection(Section):
         description="Mean tokens in a sequence while it is decoded; unset: prompt and half the output.",
     )
     requests_per_s: float | None = Field(
-        default=None, gt=0, description="Requests to be served; unset: the trace's, or as many as the sites can."
+        default=None, gt=0, le=1e6, description="Requests to be served; unset: the trace's, or as many as the sites can."
     )
     arrival_scv: float | None = Field(
         default=None,
@@ -93,7 +93,7 @@ class SloSection(Section):
 
 
 class SiteSection(Section):
-    instances: int = Field(ge=0, examples=[8], description="Instances there are, or may be bought.")
+    instances: int = Field(ge=0, le=1_000_000, examples=[8], description="Instances there are, or may be bought.")
     profile: Path | None = Field(default=None, description="Profile file, relative to this file.")
     accelerator: str | None = Field(default=None, description="Instead of profile: roofline estimate for this one.")
     gpus_per_instance: int = Field(default=8, ge=1, description="With accelerator: how many make an instance.")

@@ -69,7 +69,7 @@ def test_kv_as_json_with_an_estimate_and_a_plot(monkeypatch, capsys, model: Path
     ("arguments", "told"),
     [
         (["--accelerator", "H200", "--profile", "x"], "--profile and --accelerator contradict each other"),
-        (["--lengths", "1k"], "--lengths takes whole numbers from 1 up"),
+        (["--lengths", "1k"], "--lengths takes whole numbers from 1 to 999,999,999"),
         (["--plot", "kv.gif"], "--plot: kv.gif must end in one of .png, .svg, .pdf"),
         (["--like", "nothing"], "model_type 'nothing' is not known"),
     ],
