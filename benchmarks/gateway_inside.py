@@ -27,6 +27,7 @@ from farfill.cli.model_store import fetch, find_source
 from farfill.cli.run_role import spare_the_collector
 from farfill.gateway.app import build_runner
 
+CONNECTIONS = 32
 STREAMS = 64
 
 
@@ -117,12 +118,12 @@ async def measure(rounds: int, profile: str | None, figures: Figures) -> None:
     runner = build_runner(deps_of(folder, 1, log=open(os.devnull, "w")), shutdown_timeout_s=0.1)  # noqa: SIM115, ASYNC230
     await runner.setup()
     assert runner.server is not None
-    client = Client(cast(web.Server, runner.server))
+    askers = [Client(cast(web.Server, runner.server)) for _ in range(CONNECTIONS)]
     data = load.request()
 
     async def requests(count: int) -> None:
-        for _ in range(count):
-            await client.ask(data)
+        for _ in range(count // CONNECTIONS):
+            await asyncio.gather(*[client.ask(data) for client in askers])
 
     clients = [Client(cast(web.Server, runner.server)) for _ in range(STREAMS)]
     for number, streaming in enumerate(clients):
@@ -136,7 +137,7 @@ async def measure(rounds: int, profile: str | None, figures: Figures) -> None:
                 await asyncio.sleep(0)
 
     spare_the_collector()
-    for name, work, count in (("request", requests, 100), ("token", tokens, 40 * STREAMS)):
+    for name, work, count in (("request", requests, 4 * CONNECTIONS), ("token", tokens, 40 * STREAMS)):
         await work(count)
         took_s = [await cpu_s(work, count) for _ in range(rounds)]
         figures.reported(f"gateway_cpu_us_a_{name}", min(took_s) / count * 1e6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 import structlog
@@ -165,7 +166,7 @@ class RequestTracker:
         summary = self._summary(error, outcome, duration_s)
         self._service.deps.observer.request_finished(summary)
         self._service.traffic.finished(summary)
-        self._log(summary, error)
+        self._service.background.soon(partial(self._log, summary, error))
 
     def _count_versions(self, record: RequestRecord) -> None:
         """What the request says of the versions of the workers it was placed on."""
