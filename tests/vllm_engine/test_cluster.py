@@ -61,6 +61,16 @@ def test_chat_streams_through(cluster: Cluster) -> None:
     assert whole.usage.prompt_tokens > 256
 
 
+def test_usage_tells_what_vllm_had_in_its_cache(cluster: Cluster) -> None:
+    prompt = "A prompt of one block and a bit of vLLM's cache, asked again and again. " * 3
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=120.0, max_retries=0) as client:
+        asked = {"model": "tiny", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+        answers = [client.completions.create(**asked).usage for _ in range(2)]
+        parts = client.completions.create(**asked, n=2, stream=True, stream_options={"include_usage": True})
+        answers += [part.usage for part in parts if part.usage is not None]
+    assert [usage.prompt_tokens_details.cached_tokens for usage in answers] == [0, 128, 128]
+
+
 async def test_gateway_counts_on_what_vllm_says_it_holds(cluster: Cluster) -> None:
     """vLLM's KV events of both workers are in the gateway's prefix index, and what it expects of them comes true."""
     async with cluster.tools() as (client, scraping):
@@ -88,6 +98,8 @@ async def test_gateway_counts_on_what_vllm_says_it_holds(cluster: Cluster) -> No
     assert far.prefill is not None
     assert far.prefill.cached_tokens >= far.expected_far_hit_tokens == 1024
     assert record.expected_hit_tokens == 1024
+    assert record.start is not None
+    assert (record.start.cached_tokens, record.start.computed_tokens) == (1024, 75)
     assert first.token_ids == second.token_ids
     assert (unknown.expected_hit_tokens, unknown.expected_far_hit_tokens) == (0, 0)
 

@@ -28,6 +28,9 @@ def test_the_prompt_is_computed_and_nothing_of_the_load_is_used(
         sink = start_without_kv(pair.prefill, pair.decode, salt, late=late)
         running = local(pair.decode, prompt_of(300), salt="beside")[0].token_ids
         assert sink.wait()[0].token_ids == expected
+        assert sink.stats is not None
+        assert sink.stats.kv_problem.startswith("broken: " if late else "refused: ")
+        assert sink.stats.computed_tokens + sink.stats.cached_tokens == TOKENS - 1
         assert running == local(pair.decode, prompt_of(300))[0].token_ids
         wait_until(lambda turn=turn: _counted(pair.decode, late) == before + turn + 1, "it is counted", 5)
     assert local(pair.decode, prompt_of(TOKENS), salt=salt)[0].token_ids == expected

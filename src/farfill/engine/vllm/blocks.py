@@ -38,6 +38,7 @@ from farfill.engine.vllm.messages import (
     Exported,
     ExportFailed,
     Hello,
+    Loaded,
     LoadFailed,
     Message,
     piece_offsets,
@@ -150,7 +151,7 @@ def describe_cache(vllm_config: Any, kv_cache_config: Any, kv_caches: dict[str, 
         kv_bytes=sum(tensor.size for tensor in kv_cache_config.kv_cache_tensors),
         prioritizes=vllm_config.scheduler_config.policy == "priority",
         grammar_backend=str(vllm_config.structured_outputs_config.backend),
-        tells_cached=True,
+        tells_begun=True,
         images=_image_options(vllm_config.model_config),
     )
 
@@ -317,6 +318,7 @@ class BlockCopier:
             _log.warning("kv_load_failed", key=item.key, detail=str(error))
             self._tell(LoadFailed(item.key, str(error)))
             return False
+        self._tell(Loaded(item.key, self._hello.rank))
         return True
 
     def refused(self, key: str, detail: str) -> None:

@@ -44,6 +44,7 @@ from farfill.engine.vllm.messages import (
     Exported,
     ExportFailed,
     ImportParams,
+    Loaded,
     LoadFailed,
     Message,
     import_params,
@@ -66,9 +67,9 @@ _log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What this vLLM can do. `ranks`: how many have a part of each tensor of the layout. `seeds_in_one_step`: it dies
-    when a seeded request's prompt takes several steps. `first_tokens`: it dies of a prompt with fewer. `tells_cached`:
-    its connector tells what it has of a prompt. `images`: the token that stands for one, and its text; None: it takes
-    text only.
+    when a seeded request's prompt takes several steps. `first_tokens`: it dies of a prompt with fewer. `tells_begun`:
+    its connector tells what it begins a prompt with, in each of so many `processes`. `images`: the token that stands for
+    one, and its text; None: it takes text only.
     """
 
     ranks: tuple[int, ...]
@@ -76,7 +77,8 @@ class Traits:
     first_tokens: int = 1
     prioritizes: bool = True
     grammars: bool = True
-    tells_cached: bool = True
+    tells_begun: bool = True
+    processes: int = 1
     images: tuple[int, str] | None = None
 
 
@@ -257,7 +259,8 @@ class VllmEngine:
             api=self._api,
             loop=self._loop,
             over=self._over,
-            watch=uuid.uuid4().hex if self._traits.tells_cached else "",
+            watch=uuid.uuid4().hex if self._traits.tells_begun else "",
+            processes=self._traits.processes,
         )
         self._launch(job)
         return job
@@ -303,10 +306,14 @@ class VllmEngine:
             for job in list(self._exporting.values()):
                 job.alive()
             return
-        if isinstance(message, Begun):
+        if isinstance(message, Begun | Loaded):
             generating = self._generating.get(message.key)
-            if generating is not None:
-                generating.told_begun(message.cached_tokens)
+            if generating is None:
+                return  # it is over
+            if isinstance(message, Begun):
+                generating.begun(message.cached_tokens)
+            else:
+                generating.loaded(message.rank)
         elif isinstance(message, LoadFailed):
             self._not_loaded(message)
         elif isinstance(message, Exported | ExportFailed):

@@ -35,8 +35,8 @@ from farfill.kv.manifest import Manifest
 
 # After vLLM answered, all its exports are on their way through a local socket.
 LAST_EXPORTS_S = 5.0
-# Before vLLM computes a first token, it told through that socket how much of the prompt it has.
-BEGUN_S = 1.0
+# Before vLLM computes a first token, it told through that socket what it begins with.
+BEGUN_S = 2.0
 
 
 class Exports:
@@ -217,9 +217,11 @@ class GenerateJob(Job):
         over: Callable[[Job], None],
         exports: Exports | None = None,
         watch: str = "",
+        processes: int = 1,
     ) -> None:
         """`fields`: the sampling, as vLLM names it. `exports`: a request of its own computes the prompt into `file`
         first, of which nothing is valid yet. `watch` names it in `messages.Begun`; empty where nobody tells.
+        `processes`: how many of vLLM's load its KV.
         """
         super().__init__(len(work.prompt) - 1 - valid_tokens, loop, over, exports)
         self._work = work
@@ -233,8 +235,9 @@ class GenerateJob(Job):
         self._open = set(range(work.sampling.n))
         self._silent = set(range(work.sampling.n))
         self._watch = watch
-        self._begun_event = asyncio.Event()
-        self._local_tokens = 0
+        self._news = asyncio.Event()
+        self._local_tokens: int | None = None
+        self._loading = set(range(processes))
         self._kv_problem = ""
 
     @property
@@ -244,11 +247,16 @@ class GenerateJob(Job):
             return ""
         return self._watch if self._file is None else self._file.key
 
-    def told_begun(self, cached_tokens: int) -> None:
+    def begun(self, cached_tokens: int) -> None:
         """vLLM begins, with so many tokens in its own cache. Only the first time counts: choices share a prompt."""
-        if not self._begun_event.is_set():
+        if self._local_tokens is None:
             self._local_tokens = cached_tokens
-            self._begun_event.set()
+            self._news.set()
+
+    def loaded(self, rank: int) -> None:
+        """One of vLLM's processes took over the KV in the file."""
+        self._loading.discard(rank)
+        self._news.set()
 
     async def run(self) -> None:
         """Stream until each choice ended."""
@@ -303,6 +311,7 @@ class GenerateJob(Job):
         if news:
             self._valid_tokens = 0
             self._kv_problem = problem
+            self._news.set()
         return news
 
     def free(self) -> None:
@@ -315,12 +324,9 @@ class GenerateJob(Job):
         if computed is not None:
             self._sink.prefilled(computed)
             return
-        if self.key:
-            with contextlib.suppress(TimeoutError):  # nothing depends on it but what is told
-                async with asyncio.timeout(BEGUN_S):
-                    await self._begun_event.wait()
+        await self._told()
         num_tokens = len(self._work.prompt) - 1
-        cached = min(max(0, self._local_tokens - self._valid_tokens), num_tokens - self._valid_tokens)
+        cached = min(max(0, (self._local_tokens or 0) - self._valid_tokens), num_tokens - self._valid_tokens)
         self._sink.prefilled(
             PrefillStats(
                 queued_s=0.0,
@@ -330,6 +336,22 @@ class GenerateJob(Job):
                 kv_problem=self._kv_problem,
             )
         )
+
+    async def _told(self) -> None:
+        """Wait until it is known what vLLM began with. Nothing depends on it but what clients are told."""
+        if not self.key:
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BEGUN_S):
+                while not self._knows_beginning():
+                    self._news.clear()
+                    await self._news.wait()
+
+    def _knows_beginning(self) -> bool:
+        if self._local_tokens is None:
+            return False
+        # What vLLM has itself it does not load.
+        return self._local_tokens >= self._valid_tokens or not self._loading
 
     def _choice(self, choice: dict[str, Any]) -> None:
         index = choice["index"]

@@ -44,7 +44,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     """First message of a vLLM worker process: what its cache is made of, and all that decides what its bytes mean.
 
     The rest is how vLLM was started: `model` as it was told, `kv_bytes` of one rank's cache, whether it schedules by
-    priority, and what makes its grammars. `tells_cached`: it understands `WatchParams`. `images`: how it was told to
+    priority, and what makes its grammars. `tells_begun`: it sends `Begun` and `Loaded`. `images`: how it was told to
     process images otherwise than the model's folder says.
     """
 
@@ -61,7 +61,7 @@ class Hello(msgspec.Struct, tag="hello", frozen=True):
     kv_bytes: int = 0
     prioritizes: bool = True
     grammar_backend: str = "guidance"
-    tells_cached: bool = False
+    tells_begun: bool = False
     images: str = ""
 
 
@@ -99,7 +99,14 @@ class Begun(msgspec.Struct, tag="begun", frozen=True):
     cached_tokens: int
 
 
-Message = Hello | Exported | Alive | ExportFailed | LoadFailed | Begun
+class Loaded(msgspec.Struct, tag="loaded", frozen=True):
+    """The KV of request `key` is in vLLM's cache, as far as it is this rank's."""
+
+    key: str
+    rank: int = 0
+
+
+Message = Hello | Exported | Alive | ExportFailed | LoadFailed | Begun | Loaded
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Message)
