@@ -63,7 +63,10 @@ class WorkloadSection(Section):
         description="Mean tokens in a sequence while it is decoded; unset: prompt and half the output.",
     )
     requests_per_s: float | None = Field(
-        default=None, gt=0, le=1e6, description="Requests to be served; unset: the trace's, or as many as the sites can."
+        default=None,
+        gt=0,
+        le=1e6,
+        description="Requests to be served; unset: the trace's, or as many as the sites can.",
     )
     arrival_scv: float | None = Field(
         default=None,
