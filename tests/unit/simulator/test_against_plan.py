@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from farfill.planner.capacity import plan_capacity
 from farfill.planner.problem import read_problem
-from farfill.simulator.run import simulate
+from farfill.simulator.report import print_result
+from farfill.simulator.run import Result, simulate
 from farfill.simulator.scenario import read_scenario
 from unit.simulator.scenes import PLAN, SCENARIO, scene
 
@@ -74,3 +77,26 @@ def test_a_threshold_is_searched_again_without_pressure_and_finds_back(tmp_path:
     assert result.first_threshold_tokens == 18000
     assert 2 <= result.threshold_searches <= 10
     assert result.threshold_tokens < 16_000
+
+
+def told(found: Result) -> str:
+    text = io.StringIO()
+    print_result(Console(file=text, width=160), found)
+    return text.getvalue()
+
+
+def test_a_compressed_link_is_told_on_the_wire_too(tmp_path: Path) -> None:
+    text = SCENARIO.replace("600", "60")
+    found = simulate(
+        read_scenario(scene(tmp_path, text, plan=PLAN.replace("rtt_ms: 20", "rtt_ms: 20, compression: 2")))
+    )
+    assert found.links[0].wire_gbit_per_s == pytest.approx(found.links[0].gbit_per_s / 2)
+    assert f"Gbit/s of KV ({found.links[0].wire_gbit_per_s:.3g} on the wire)" in told(found)
+    plain = simulate(read_scenario(scene(tmp_path, text)))
+    assert "on the wire" not in told(plain)
+    assert "arrivals: Poisson" in told(plain)
+
+
+def test_a_fleet_without_far_instances_has_no_threshold(tmp_path: Path) -> None:
+    text = SCENARIO.replace("600", "30").replace(", far: {far: 2}", "")
+    assert "none: nothing goes far" in told(simulate(read_scenario(scene(tmp_path, text))))
