@@ -68,8 +68,8 @@ _log = structlog.get_logger(__name__)
 class Traits:
     """What this vLLM can do. `ranks`: how many have a part of each tensor of the layout. `seeds_in_one_step`: it dies
     when a seeded request's prompt takes several steps. `first_tokens`: it dies of a prompt with fewer. `tells_begun`:
-    its connector tells what it begins a prompt with, in each of so many `processes`. `images`: the token that stands for
-    one, and its text; None: it takes text only.
+    its connector tells what it begins a prompt with, in each of so many `processes`. `images`: the token that stands
+    for one, and its text; None: it takes text only.
     """
 
     ranks: tuple[int, ...]
