@@ -235,7 +235,7 @@ class RecordedHour:
         """What follows from the placement, when it is over."""
         service, rng = self._service, self._rng
         placement, prefill, now_s = placed.placement, placed.placement.prefill, self._clock.now_s()
-        service.fallback.token_gap(rng.uniform(0.01, 0.25 if self._failing else 0.06))
+        service.fallback.token_gap(rng.uniform(0.01, 0.25 if self._failing else 0.06), now_s)
         claim = service.work.begin(placement.decode, placement.uncached_tokens, query.tenant)
         if prefill is None:
             took_s = placement.uncached_tokens * NEAR_S_PER_TOKEN
