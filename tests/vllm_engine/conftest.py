@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from farfill.engine.vllm.engine import VllmEngine
 
 MODELS = ("llama", "gemma3", "granite", "qwen3", "falcon_h1")
+IMAGE_MODELS = ("qwen2_5_vl", "gemma3_vl")
 # vLLM's linear attention on CPU knows nothing else.
 BFLOAT16 = frozenset({"qwen3_5"})
 # vLLM imports their image processors, whose defaults need it.
-WITH_TORCHVISION = frozenset({"qwen3_5", "qwen2_5_vl", "gemma3_vl"})
+WITH_TORCHVISION = frozenset({"qwen3_5", *IMAGE_MODELS})
 LAST_FILE = "test_death.py"
 CHUNK_TOKENS = 256
 START_DEADLINE_S = 400.0
@@ -108,10 +109,12 @@ def _start(folder: Path, arguments: tuple[str, ...], eager: bool, kv_cache_mb: i
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All tests of a model one after the other; those that end its engines last."""
 
+    names = (*MODELS, *IMAGE_MODELS)
+
     def place(item: pytest.Item) -> tuple[int, bool]:
         name = "llama" if "pair" in getattr(item, "fixturenames", ()) else ""
         name = item.callspec.params.get("pair", name) if hasattr(item, "callspec") else name
-        return MODELS.index(name) if name in MODELS else len(MODELS), item.path.name == LAST_FILE
+        return names.index(name) if name in names else len(names), item.path.name == LAST_FILE
 
     ours = [index for index, item in enumerate(items) if item.path.is_relative_to(_HERE)]
     for index, item in zip(ours, sorted((items[index] for index in ours), key=place), strict=True):

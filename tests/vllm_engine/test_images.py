@@ -13,7 +13,7 @@ import pytest
 from tests.system.cluster import Cluster, local_plan, running
 from tests.vllm_engine import torchvision_for_cpu
 from tests.vllm_engine.calls import GREEDY, Choice, Pieces, Tokens, fill
-from tests.vllm_engine.conftest import START_DEADLINE_S, Fleet, Pair
+from tests.vllm_engine.conftest import IMAGE_MODELS, START_DEADLINE_S, Fleet, Pair
 
 from farfill.core.errors import InvalidRequestError
 from farfill.core.sampling import SamplingParams
@@ -23,7 +23,6 @@ from farfill.engine.vllm.engine import VllmEngine
 from farfill.kv.hashing import prefix_keys
 from support.vision_models import PLACEHOLDERS, image_file
 
-MODELS = ("qwen2_5_vl", "gemma3_vl")
 # A transfer that breaks is not continued; a prefix must be longer than a window and a block to be found.
 WINDOWS = frozenset({"gemma3_vl"})
 # Every image has as many tokens.
@@ -104,7 +103,7 @@ def text_of(name: str, images: int = 1, after: str = "What do you see there?") -
     return f"user: {BEFORE}{f'{placeholder(name)} and ' * images}{after}\nassistant: "
 
 
-@pytest.mark.parametrize("pair", MODELS, indirect=True)
+@pytest.mark.parametrize("pair", IMAGE_MODELS, indirect=True)
 def test_far_prefill_of_images_gives_the_tokens_of_one_vllm(pair: Pair) -> None:
     long = "And a long text after it, so that it takes several steps. " * 12
     cases = [
@@ -123,7 +122,7 @@ def test_far_prefill_of_images_gives_the_tokens_of_one_vllm(pair: Pair) -> None:
         assert tokens == expected[0].token_ids
 
 
-@pytest.mark.parametrize("pair", MODELS, indirect=True)
+@pytest.mark.parametrize("pair", IMAGE_MODELS, indirect=True)
 def test_other_images_share_no_kv_and_say_something_else(pair: Pair) -> None:
     text = text_of(pair.name, after="words after it " * 20)
     prompts = [prompt_of(pair.decode, text, image_file(seed)) for seed in (11, 12)]
@@ -153,7 +152,7 @@ def test_other_images_share_no_kv_and_say_something_else(pair: Pair) -> None:
     assert sure[: len(sure) // 2] != pytest.approx(sure[len(sure) // 2 :], abs=1e-3)
 
 
-@pytest.mark.parametrize("pair", [name for name in MODELS if name not in WINDOWS], indirect=True)
+@pytest.mark.parametrize("pair", [name for name in IMAGE_MODELS if name not in WINDOWS], indirect=True)
 def test_a_broken_transfer_is_continued_with_the_images(pair: Pair) -> None:
     prompt = prompt_of(pair.decode, text_of(pair.name, 2, "words after " * 30), image_file(5), image_file(6))
     assert len(prompt.token_ids) > pair.decode.info.layout.prefill_chunk_tokens + 1
@@ -161,7 +160,7 @@ def test_a_broken_transfer_is_continued_with_the_images(pair: Pair) -> None:
     assert far(pair, prompt, "broken", below_chunk=1)[0] == expected[0].token_ids
 
 
-@pytest.mark.parametrize("pair", MODELS, indirect=True)
+@pytest.mark.parametrize("pair", IMAGE_MODELS, indirect=True)
 def test_seeds_and_choices_work_with_images(pair: Pair) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=1.0, seed=5, n=2, ignore_eos=True)
     prompt = prompt_of(pair.decode, text_of(pair.name, 1, "words after " * 30), image_file(7))
@@ -170,7 +169,7 @@ def test_seeds_and_choices_work_with_images(pair: Pair) -> None:
     assert [choice.token_ids for choice in once] == [choice.token_ids for choice in again]
 
 
-@pytest.mark.parametrize("pair", MODELS, indirect=True)
+@pytest.mark.parametrize("pair", IMAGE_MODELS, indirect=True)
 def test_what_does_not_fit_together_is_refused_and_vllm_lives_on(pair: Pair) -> None:
     engine, text = pair.decode, text_of(pair.name)
     assert engine.media is not None
