@@ -75,6 +75,24 @@ def test_a_model_that_cannot_decode_what_it_prefilled_is_refused(monkeypatch: py
         check(make_model("llama"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_loses_a_layer_when_its_kv_is_moved_is_refused(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from farfill.engine.torch import selfcheck
+
+    move = selfcheck._move
+
+    def lossy(executor: TorchExecutor, source: Any) -> Any:
+        moved = move(executor, source)
+        moved.layers[-1].rows.value_rows.zero_()
+        return moved
+
+    monkeypatch.setattr(selfcheck, "_move", lossy)
+    with pytest.raises(ModelUnsupportedError, match="decodes differently from moved KV"):
+        check(make_model("llama").to(dtype))
+
+
 def test_results_are_remembered_for_the_same_model_device_and_code_only(tmp_path: Path) -> None:
     memory = CheckMemory(tmp_path / "new", "print", ("cpu", "auto"))
     assert memory.recall() is None
