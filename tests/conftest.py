@@ -8,6 +8,11 @@ from pathlib import Path
 
 import pytest
 import structlog
+from hypothesis import settings
+
+# How long an example takes says how busy the machine is.
+settings.register_profile("farfill")
+settings.load_profile("farfill")
 
 MINIMAL_CLUSTER = """\
 model:

@@ -107,7 +107,7 @@ def test_no_request_makes_the_gateway_fail(api: Any, operation: Operation, mode:
 
     statuses: set[int] = set()
 
-    @settings(max_examples=EXAMPLES if operation.body else 5, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=EXAMPLES if operation.body else 5, suppress_health_check=list(HealthCheck))
     @given(case=cases, few=st.booleans(), data=st.data())
     def run(case: Any, few: bool, data: st.DataObject) -> None:
         if few and mode is GenerationMode.POSITIVE and isinstance(case.body, dict):

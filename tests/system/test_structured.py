@@ -171,7 +171,7 @@ def tokenizer(smollm2_folder: Path) -> Tokenizer:
 TEXTS = st.text(alphabet=st.sampled_from("ab é日本😀👨‍👩‍👧\n.,{}\"'"), min_size=1, max_size=40)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXTS)
 def test_real_tokens_make_whole_characters(tokenizer: Tokenizer, text: str) -> None:
     output = OutputText(tokenizer, tokenizer.encode("prompt", add_special_tokens=False).ids)
@@ -180,7 +180,7 @@ def test_real_tokens_make_whole_characters(tokenizer: Tokenizer, text: str) -> N
     assert "".join(pieces) + output.finish() == text
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(TEXTS, st.text(alphabet=st.sampled_from("ab é日😀"), min_size=1, max_size=3))
 def test_real_tokens_stop_before_the_stop_string(tokenizer: Tokenizer, text: str, stop: str) -> None:
     output = OutputText(tokenizer, tokenizer.encode("prompt", add_special_tokens=False).ids, stop=[stop])
@@ -194,7 +194,7 @@ def test_real_tokens_stop_before_the_stop_string(tokenizer: Tokenizer, text: str
     assert (shown + output.finish(), matched) == (before, found or None)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(0, 10_000), min_size=200, max_size=200))
 def test_random_choices_of_a_real_tokenizer_are_valid_json(tokenizer: Tokenizer, draws: list[int]) -> None:
     grammars = _grammars(tokenizer)

@@ -6,7 +6,7 @@ import contextlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farfill.core.errors import ProtocolError
@@ -36,7 +36,6 @@ def normal(count: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=count).astype(np.float32)
 
 
-@settings(deadline=None)
 @given(
     kind=st.sampled_from(LOSSY),
     dtype=st.sampled_from(DTYPES),

@@ -78,7 +78,7 @@ def test_means_of_times_are_the_integrals():
     assert exact.size_bytes(below) == pytest.approx(rough.size_bytes(below))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     near=st.integers(2, 12),
     far=st.integers(0, 8),
@@ -130,7 +130,7 @@ def test_a_single_length_is_near_or_far():
     assert found.near_decode == 3
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(rate=st.floats(0.2, 4.0), far_price=st.floats(0.3, 6.0), gbit=st.floats(1, 100))
 def test_no_smaller_purchase_serves_the_demand(rate: float, far_price: float, gbit: float):
     wanted = demand(lognormal(9.9, 1.0, 128, 131_072))

@@ -199,7 +199,7 @@ def test_the_link_is_known_to_be_the_bound_only_with_encoder_speed_to_spare(enco
     assert chooser.link_bound is bound
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     link=st.floats(5, 2000),
     ratio=st.floats(0.9, 4),
@@ -219,7 +219,7 @@ def test_auto_is_never_slower_than_none_whatever_the_samples_promised(
         assert coded >= 0.98
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.floats(5, 2000), st.floats(0.9, 4), st.floats(1, 3000))
 def test_the_same_measurements_give_the_same_choices(link: float, ratio: float, real: float) -> None:
     runs = []

@@ -95,7 +95,7 @@ def test_single_chunk_larger_than_the_budget_still_gets_through_when_nothing_els
     assert budget.leased_bytes == 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 40 * KIB), st.booleans()), max_size=60))
 def test_memory_never_exceeds_the_budget_and_no_lease_is_handed_out_twice(
     steps: list[tuple[str, int, bool]],

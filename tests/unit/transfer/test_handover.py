@@ -280,7 +280,7 @@ def run(world: World, events: list[Any]) -> Iterator[World]:
 
 
 @given(st.lists(EVENTS, max_size=120))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_order_of_events_keeps_one_writer_and_loses_nothing_verified(events: list[Any]):
     world = World()
     for state in run(world, events):
@@ -302,7 +302,7 @@ def test_any_order_of_events_keeps_one_writer_and_loses_nothing_verified(events:
 
 
 @given(st.lists(EVENTS, max_size=60), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_second_sender_completes_the_set_whatever_the_first_one_did(events: list[Any], random: Any):
     world = World()
     for _ in run(world, [e for e in events if e[0] in ("chunk", "receiver") or e[-1] == "ends"]):

@@ -338,7 +338,7 @@ def act(world: World, action: tuple[Any, ...]) -> None:
             pass
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     st.lists(ACTIONS, max_size=80),
     st.sampled_from([frozenset[int](), frozenset({0, 1}), frozenset({3})]),
@@ -360,7 +360,7 @@ def test_any_order_of_events_ends_with_right_bytes_or_a_typed_failure(
     world.check()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(ACTIONS, max_size=40),
     st.sampled_from(["sender", "receiver"]),

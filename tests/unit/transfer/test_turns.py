@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from farfill.transfer.turns import Turns
@@ -20,7 +20,6 @@ def serve(turns: Turns[str], sizes: dict[str, int], rounds: int) -> Counter[str]
     return given_bytes
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 64), min_size=2))
 def test_everybody_gets_equal_bytes_within_a_chunk_of_each(sizes: dict[str, int]) -> None:
     given_bytes = serve(Turns(), sizes, 600)

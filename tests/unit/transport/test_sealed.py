@@ -102,7 +102,7 @@ def test_same_bytes_look_different_each_time(pipe: Pipe) -> None:
     assert pipe.seal(b"x" * 100) != pipe.seal(b"x" * 100)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.lists(st.integers(1, 9000), min_size=1, max_size=8),
     st.lists(st.integers(1, 5000), min_size=1, max_size=20),
@@ -125,7 +125,7 @@ def test_any_cut_of_the_wire_and_of_the_reader_keeps_the_stream(sizes: list[int]
         pipe.close()
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.integers(0, 10_000), st.integers(0, 7))
 def test_one_flipped_bit_anywhere_is_found(position: int, bit: int) -> None:
     pipe = Pipe()

@@ -73,7 +73,7 @@ def test_attention_is_that_of_the_formula(dtype: torch.dtype, heads: int, group:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     lengths=st.lists(st.integers(1, 150), min_size=2, max_size=8),
     heads=st.integers(1, 3),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -47,7 +47,6 @@ def append(kv: TorchKV, tokens: int, seed: int, dtype: torch.dtype = torch.float
     step.commit(tokens)
 
 
-@settings(deadline=None)
 @given(st.lists(st.one_of(st.just(1), st.integers(1, 100)), min_size=1, max_size=40))
 def test_steps_of_any_size_show_attention_what_transformers_does(steps: list[int]) -> None:
     ours = TorchKV(KVSpec(layout(), CPU), sum(steps))

@@ -105,7 +105,7 @@ def made_up(layout: KVLayout, tokens: int, seed: int) -> list[torch.Tensor]:
     return [torch.randn((tokens, *tensor.row_shape), generator=generator) for tensor in layout.tensors]
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(
     heads=st.sampled_from([1, 2, 3, 4, 8]),
     tokens=st.integers(1, 120),
