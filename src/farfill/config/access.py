@@ -45,7 +45,7 @@ class JwtConfig(Section):
     )
     models: list[str] = Field(default=["*"], description="Models such a token may use, with * as a wildcard.")
     priority_claim: str = Field(
-        default="", description="Claim with the best priority its requests may have (a number); empty: any."
+        default="", description="Claim with the best priority its requests may have, -100 to 100; empty: any."
     )
     leeway_s: float = Field(default=30.0, ge=0, le=600, description="Clock difference that exp and nbf tolerate.")
 

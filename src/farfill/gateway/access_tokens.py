@@ -39,6 +39,8 @@ FETCH_TIMEOUT_S = 5.0
 MIN_FETCH_PERIOD_S = 10.0
 MAX_STALE_S = 86_400.0
 CACHED_TOKENS = 10_000
+MAX_TIME_UNIX_S = float(1 << 53)
+WORST_PRIORITY = 100
 
 _TOKEN = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 _TENANT = re.compile(r"(?!t-)[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -177,6 +179,7 @@ class TokenVerifier:
                 if not await issuer.keys.renewed():
                     raise
                 found = jwt.decode(token, await issuer.keys.current(), algorithms=issuer.config.algorithms)
+            _check_times(found.claims)
             issuer.claims.validate(found.claims)
             return found.claims
         except ExpiredTokenError as error:
@@ -185,7 +188,7 @@ class TokenVerifier:
             raise UnauthorisedError(cause="jwt_unknown_key") from error
         except (InvalidClaimError, MissingClaimError) as error:
             raise UnauthorisedError(cause="jwt_claims") from error
-        except (JoseError, ValueError, TypeError) as error:
+        except (JoseError, ValueError, TypeError, RecursionError) as error:
             raise UnauthorisedError(cause="jwt_signature") from error
 
 
@@ -240,15 +243,35 @@ def _principal(issuer: _Issuer, claims: Mapping[str, Any]) -> Principal:
         told = _claim(claims, config.models_claim)
         words = told.split() if isinstance(told, str) else told if isinstance(told, list) else []
         models = tuple(word for word in words if isinstance(word, str))
-    priority = _claim(claims, config.priority_claim) if config.priority_claim else None
     name = _tenant_name(tenant)
     return Principal(
         name=f"jwt:{issuer.name}:{name}",
         tenant=name,
         models=models,
-        best_priority=priority if isinstance(priority, int) and not isinstance(priority, bool) else -100,
+        best_priority=_best_priority(claims, config.priority_claim),
         allow_from=Networks(),
     )
+
+
+def _best_priority(claims: Mapping[str, Any], path: str) -> int:
+    """What the claim says; without one, any. One that is no whole number in range speaks for no priority at all."""
+    found = _claim(claims, path) if path else None
+    if found is None:
+        return -WORST_PRIORITY
+    if not _is_number(found, WORST_PRIORITY) or found != int(found):
+        raise UnauthorisedError(cause="jwt_claims")
+    return int(found)
+
+
+def _check_times(claims: Mapping[str, Any]) -> None:
+    """Times that no calendar has would overflow wherever they are computed with."""
+    if not all(_is_number(claims[name], MAX_TIME_UNIX_S) for name in ("exp", "nbf", "iat") if name in claims):
+        raise UnauthorisedError(cause="jwt_claims")
+
+
+def _is_number(found: Any, most: float) -> bool:
+    """Whether it is a number of at most `most` either way; `true` is none."""
+    return isinstance(found, int | float) and not isinstance(found, bool) and abs(found) <= most
 
 
 def _claim(claims: Mapping[str, Any], path: str) -> Any:

@@ -174,6 +174,39 @@ async def test_token_tells_whose_request_it_is() -> None:
     assert door.seen.outcomes == [("token", "ok")] * 2
 
 
+NO_PRIORITY = ["3", "", 1.5, float("nan"), float("inf"), True, False, [], {}, 101, -101, 1000, 10**30, -(10**400)]
+
+
+@pytest.mark.parametrize("told", NO_PRIORITY, ids=lambda told: repr(told)[:12])
+async def test_priority_that_is_no_whole_number_in_range_lets_nobody_in(told: Any) -> None:
+    door = Door(priority_claim="prio")
+    assert await door.refused(door.token(prio=told)) == "jwt_claims"
+
+
+@pytest.mark.parametrize(("told", "best"), [(-100, -100), (100, 100), (0, 0), (3.0, 3)])
+async def test_priority_within_its_range_counts_as_a_whole_number(told: Any, best: int) -> None:
+    door = Door(priority_claim="prio")
+    found = (await door.enter(door.token(prio=told))).best_priority
+    assert (found, type(found)) == (best, int)
+
+
+@pytest.mark.parametrize("claim", ["exp", "nbf", "iat"])
+@pytest.mark.parametrize(
+    "told", [10**400, -(10**400), 10**30, float("nan"), float("inf"), -float("inf"), True, "9" * 30, [], {}]
+)
+async def test_time_that_no_calendar_has_is_refused(claim: str, told: Any) -> None:
+    door = Door()
+    assert await door.refused(door.token(**{claim: told})) == "jwt_claims"
+
+
+@pytest.mark.parametrize("head", [b"[" * 3000, b'{"a":' * 1000, b"9" * 5000, b'{"alg":"RS256","kid":["r1"]}', b"\xff"])
+async def test_header_that_cannot_be_read_is_refused(head: bytes) -> None:
+    door = Door()
+    _, body, signature = door.token().split(".")
+    text = f"{base64.urlsafe_b64encode(head).rstrip(b'=').decode()}.{body}.{signature}"
+    assert (await door.refused(text)).startswith("jwt_")
+
+
 async def test_tenant_that_is_no_name_becomes_a_digest_nobody_can_imitate() -> None:
     door = Door()
     odd = (await door.enter(door.token(sub="auth0|507f1f77"))).tenant
