@@ -1,9 +1,10 @@
 """Attention for many sequences at once without padding, masks or copies.
 
 A ragged step (see `step`) runs the model's linear layers on all sequences together ([B, 1] tokens); only attention
-is done sequence by sequence, each over its own KV buffer. Everything else, prefill of one sequence above all, takes
-the attention of transformers that the model would use by itself: `sdpa`, or the model's own explicit formula where
-sdpa cannot do what it needs (sinks, soft-capping).
+is done for each sequence by itself, over its own KV buffer: on a CPU in one compiled call (see `kernels`). Prefill of
+one sequence is compiled where that gains (see `tiles`). Everything else takes the attention of transformers that the
+model would use by itself: `sdpa`, or the model's own explicit formula where sdpa cannot do what it needs (sinks,
+soft-capping).
 """
 
 from __future__ import annotations
@@ -85,9 +86,8 @@ def _attention_over_sdpa(
     """`query` [B, heads, q, dim] over each sequence's KV; [B, q, heads, dim]."""
     if _ragged_tokens.get() is None:
         window = _window_of(module, query, key, attention_mask, kwargs)
-        if window and tiles.supports(query, key, value):
-            scaling = kwargs.get("scaling")
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        scale = kwargs.get("scaling") or query.shape[3] ** -0.5
+        if window and scale > 0 and tiles.supports(query, key, value):
             return tiles.attend(query, key, value, scale=scale, window=window), None
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     return _ragged_attention(module, query, key, value, **kwargs), None
