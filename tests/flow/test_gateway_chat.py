@@ -11,6 +11,9 @@ import openai
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from farfill.gateway.errors import http_status
+from farfill.gateway.pipeline.generation import failed
+from farfill.wire.control import FailedEvent
 from support.gateway_harness import Harness, running_gateway
 
 TEMPLATE = (
@@ -242,6 +245,29 @@ async def test_completions_take_every_kind_of_constraint(
     assert status == 200, body
     assert accepts(gateway, good)
     assert not accepts(gateway, bad)
+
+
+@pytest.mark.parametrize("count", [1200, 2001, 4096])
+@pytest.mark.parametrize("field", ["guided_choice", "structured_outputs"])
+async def test_choices_may_be_as_many_as_the_fields_allow(gateway: Harness, field: str, count: int) -> None:
+    choices = [str(i) for i in range(count)]
+    asked = choices if field == "guided_choice" else {"choice": choices}
+    status, body, _ = await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", field: asked})
+    assert status == 200, body
+    assert all(accepts(gateway, text) for text in (choices[0], choices[1], choices[-1]))
+    assert not accepts(gateway, str(count))
+
+
+async def test_rule_of_too_many_alternatives_is_refused_before_a_worker_hears_of_it(gateway: Harness) -> None:
+    wide = "start: " + " | ".join(f'"{i:05}"' for i in range(2500))
+    status, body, _ = await gateway.post("/v1/completions", {"model": "tiny", "prompt": "x", "guided_grammar": wide})
+    assert (status, body["error"]["code"], body["error"]["param"]) == (400, "grammar", "guided_grammar")
+    assert not gateway.decode.decodes
+
+
+def test_grammar_that_a_worker_finds_too_complex_later_is_the_fault_of_the_client() -> None:
+    assert http_status(failed(FailedEvent(reason="grammar_limit", message="too complex"))) == 400
+    assert http_status(failed(FailedEvent(reason="bad_logits", message="none"))) == 500
 
 
 async def test_bad_words_and_allowed_ids_reach_the_worker_as_tokens(gateway: Harness) -> None:

@@ -26,6 +26,7 @@ and without letting other threads run: workers prepare this one before they serv
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 _MAX_CACHED = 32
+_TRIED_BYTES = 8
 # About 20 ms for a regular expression, 0.3 s for the largest schema, 20 ms for the worst step, 100 MB of states.
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -55,8 +56,20 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
 
 
 def check_grammar(grammar: str) -> None:
-    """What `compile_grammar` would say to any model's tokenizer. Raises InvalidRequestError."""
-    compile_grammar(_bytes_only(), grammar)
+    """What `compile_grammar` would say to any model's tokenizer. Raises InvalidRequestError.
+
+    Also when the first few steps are over a bound: some grammars compile, and cannot take their first token.
+    """
+    matcher = compile_grammar(_bytes_only(), grammar)
+    for _ in range(_TRIED_BYTES):
+        bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little")[:256])
+        if len(allowed) and not matcher.is_error():
+            matcher.consume_token(int(allowed[0]))
+        if matcher.is_error():
+            raise InvalidRequestError(_too_complex(matcher), reason="grammar")
+        if not len(allowed) or matcher.is_stopped():
+            return
 
 
 class Grammars:
@@ -117,14 +130,17 @@ class Constraint:
         self._next = threads.submit(self._compute)
 
     def allowed(self) -> Allowed:
-        """Which tokens may come now, of shape (vocab_size,). Raises EngineError (grammar_limit) over a bound."""
+        """Which tokens may come now, of shape (vocab_size,). Raises InvalidRequestError (grammar_limit) over a bound:
+        the grammar is the client's."""
         return self._next.result()
 
     def advance(self, token: int) -> None:
-        """Go on with a token that was allowed."""
-        self._next.result()
+        """Go on with a token that was allowed. Raises as `allowed` does, EngineError for a token that was not."""
+        allowed = self._next.result()
         if not self._matcher.consume_token(token):
-            raise EngineError(f"the grammar refused token {token}", reason="grammar_limit")
+            if allowed[token]:
+                raise InvalidRequestError(_too_complex(self._matcher), reason="grammar_limit")
+            raise EngineError(f"the grammar refused token {token}", reason="grammar_refused")
         self.complete = self._matcher.is_stopped()
         if not self.complete:
             self._next = self._threads.submit(self._compute)
@@ -133,8 +149,12 @@ class Constraint:
         bits = np.zeros((self._vocab_size + 31) // 32, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if self._matcher.is_error():
-            raise EngineError(f"the grammar became too complex: {_what_failed(self._matcher)}", reason="grammar_limit")
+            raise InvalidRequestError(_too_complex(self._matcher), reason="grammar_limit")
         return np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+
+
+def _too_complex(matcher: LLMatcher) -> str:
+    return f"the grammar is too complex: {_what_failed(matcher)}"
 
 
 def _what_failed(matcher: LLMatcher) -> str:

@@ -71,7 +71,8 @@ class Sampler:
     def sample(self, logits: Logits) -> Sampled:
         """The next token from raw `logits` of shape (vocab_size,), which stay as they are.
 
-        Raises EngineError: bad_logits when no token is left to choose, grammar_limit when the grammar is too complex.
+        Raises EngineError (bad_logits) when no token is left to choose, InvalidRequestError (grammar_limit) when the
+        grammar is too complex.
         """
         shaped = self._shape(logits) if self._shapes_logits else logits
         token = int(np.argmax(shaped)) if self._params.temperature == 0 else self._draw(shaped)

@@ -130,7 +130,7 @@ def test_nested_beyond_all_reason_is_refused() -> None:
         check_grammar(json_grammar(schema))
 
 
-def test_grammar_that_runs_over_a_bound_ends_only_its_own_request(engine: FakeEngine) -> None:
+def test_token_against_the_grammar_ends_only_its_own_request(engine: FakeEngine) -> None:
     beside = Generated()
     engine.generate(Harness.work(Harness.prompt(30), max_tokens=100), beside)
     work = Harness.work(PROMPT, grammar=regex_grammar("[ab]{90}"), max_tokens=90)
@@ -139,7 +139,32 @@ def test_grammar_that_runs_over_a_bound_ends_only_its_own_request(engine: FakeEn
     assert not constraint.allowed()[ord("c")]
     with pytest.raises(EngineError) as refused:
         constraint.advance(ord("c"))
-    assert refused.value.reason == "grammar_limit"
+    assert refused.value.reason == "grammar_refused"
+    assert len(beside.wait().tokens()) == 100
+
+
+def wide_rule(count: int) -> str:
+    return "start: " + " | ".join(f'"{i:05}"' for i in range(count))
+
+
+def test_grammar_that_cannot_take_its_first_token_is_refused_before_it_runs() -> None:
+    check_grammar(wide_rule(1500))
+    with pytest.raises(InvalidRequestError, match="max is 2000") as refused:
+        check_grammar(wide_rule(2500))
+    assert refused.value.reason == "grammar"
+
+
+@pytest.mark.parametrize("grammar", [wide_rule(2500), "start: a\na: /[^z]{8}/ (" + wide_rule(2500)[7:] + ")"])
+def test_grammar_over_a_bound_of_a_step_is_the_fault_of_its_client(engine: FakeEngine, grammar: str) -> None:
+    beside, over = Generated(), Generated()
+    engine.generate(Harness.work(Harness.prompt(30), max_tokens=100), beside)
+    work = Harness.work(PROMPT, grammar=grammar, max_tokens=20)
+    engine.prepare(work.sampling).result(DEADLINE_S)
+    engine.generate(work, over)
+    error = over.wait().error
+    assert isinstance(error, InvalidRequestError), error
+    assert error.reason == "grammar_limit"
+    assert "too complex" in str(error)
     assert len(beside.wait().tokens()) == 100
 
 

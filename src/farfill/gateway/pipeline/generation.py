@@ -8,7 +8,7 @@ from typing import cast
 
 from farfill.clock import Clock
 from farfill.core.cluster import FallbackReason, Placement
-from farfill.core.errors import FarfillError, ProtocolError
+from farfill.core.errors import FarfillError, InvalidRequestError, ProtocolError
 from farfill.gateway.fallback import FallbackGate
 from farfill.gateway.loads import Claim
 from farfill.gateway.lost import Wait
@@ -209,5 +209,7 @@ class Generation:
 
 
 def failed(event: FailedEvent) -> FarfillError:
-    """What a worker's failure is to the client of the API."""
+    """What a worker's failure is to the client of the API; a grammar over its bounds is the client's own."""
+    if event.reason == "grammar_limit":
+        return InvalidRequestError(event.message, reason=event.reason)
     return FarfillError(event.message, reason=event.reason)
