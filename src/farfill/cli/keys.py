@@ -70,7 +70,7 @@ def create(  # noqa: PLR0917 (every parameter is an option of the command)
         "priority": priority,
         "salt": salt,
         "allow_from": allow_from or [],
-        "expires_unix_s": time.time() + _seconds(expires, "--expires") if expires else 0.0,
+        "expires_unix_s": _expires(expires),
     }
     if admin:
         answer = AdminClient(admin, admin_key, admin_ca).call("POST", "/admin/keys", {**fields, "reason": reason})
@@ -191,6 +191,15 @@ def _id(text: str) -> str:
     if not re.fullmatch(r"[0-9A-Za-z]{12}", text):
         raise InvalidRequestError(f"{text!r} is no id of a key: the 12 characters after ff_")
     return text
+
+
+def _expires(text: str) -> float:
+    if not text:
+        return 0.0
+    left_s = _seconds(text, "--expires")
+    if left_s <= 0:
+        raise InvalidRequestError(f"--expires: {text} makes a key that has expired already; leave it out for good")
+    return time.time() + left_s
 
 
 def _seconds(text: str, option: str) -> float:

@@ -59,5 +59,8 @@ def author() -> str:
 
 
 def when(unix_s: float) -> str:
-    """For people."""
-    return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    """For people. Also of a time that no calendar has: one such record must not hide all others."""
+    try:
+        return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (OverflowError, ValueError, OSError):
+        return f"Unix time {unix_s:g}"

@@ -26,6 +26,8 @@ from farfill.registry.store import Delete, Entry, Operation, Put, Store, StoreEr
 SCOPES = ("api", "admin", "monitor")
 MIN_PEPPER_BYTES = 16
 ATTEMPTS = 8
+LAST_UNIX_S = 253_402_300_799.0
+"""The end of the year 9999, which the calendar has no later one than."""
 
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_CHARS, _SECRET_CHARS, _SUM_CHARS = 12, 43, 6
@@ -109,6 +111,19 @@ def check_key(record: KeyRecord) -> KeyRecord:
     return record
 
 
+def check_new_key(record: KeyRecord) -> KeyRecord:
+    """The same of one that is only to be made: it must not have expired by then, nor expire beyond the calendar."""
+    check_key(record)
+    expires = record.expires_unix_s
+    if expires and not record.created_unix_s < expires <= LAST_UNIX_S:
+        raise InvalidRequestError(
+            f"expires_unix_s is 0 (never) or a Unix time in seconds between now ({record.created_unix_s:.0f})"
+            f" and {LAST_UNIX_S:.0f}",
+            param="expires_unix_s",
+        )
+    return record
+
+
 async def list_keys(store: Store) -> list[KeyRecord]:
     """All of them, by id. Raises StoreError."""
     return [key_of(entry) for entry in (await store.scan(KEYS)).entries]
@@ -116,7 +131,7 @@ async def list_keys(store: Store) -> list[KeyRecord]:
 
 async def create_key(store: Store, record: KeyRecord, why: str = "") -> None:
     """Keep a new one. Raises StoreError, or InvalidRequestError when it makes no sense."""
-    check_key(record)
+    check_new_key(record)
     what = f"key {record.id} created: {told(record)}"
     if not await _commit(store, record.id, None, record, AuditRecord(
         unix_s=record.created_unix_s, who=record.author, what=what, why=why

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from farfill.core.errors import ConfigError, InvalidRequestError
-from farfill.registry.api_keys import check_key, told
+from farfill.registry.api_keys import check_key, check_new_key, told
 from farfill.registry.audit import AUDIT_KEPT
 from farfill.registry.records import AuditRecord, KeyRecord
 
@@ -65,7 +65,7 @@ class KeyFile:
 
     def create(self, record: KeyRecord, why: str = "") -> None:
         """Keep a new one. Raises ConfigError, or InvalidRequestError when it makes no sense."""
-        check_key(record)
+        check_new_key(record)
         what = f"key {record.id} created: {told(record)}"
         audit = AuditRecord(unix_s=record.created_unix_s, who=record.author, what=what, why=why)
         with self._changing() as content:

@@ -64,11 +64,28 @@ def test_key_is_made_listed_rotated_and_revoked(cluster: Path) -> None:
     assert all(part not in (cluster.parent / "keys.json").read_text() for part in (key[16:], again[16:]))
 
 
+@pytest.mark.parametrize("field", ["expires_unix_s", "former_until_unix_s", "created_unix_s"])
+def test_key_with_a_time_beyond_the_calendar_does_not_hide_the_others(cluster: Path, field: str) -> None:
+    """As an earlier version, or a hand, may have written it."""
+    for _ in range(2):
+        keys(cluster, "create")
+    path = cluster.parent / "keys.json"
+    content = json.loads(path.read_text())
+    content["keys"][0][field] = 1e308
+    path.write_text(json.dumps(content))
+    listed = keys(cluster, "list")[0]
+    assert len(listed.splitlines()) == 2
+    assert "Unix time 1e+308" in listed
+    keys(cluster, "revoke", content["keys"][0]["id"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
         (["create", "--scope", "root"], "--scope is one of"),
         (["create", "--expires", "soon"], "--expires: 'soon' is no time"),
+        (["create", "--expires", "0d"], "has expired already"),
+        (["create", "--expires", "0.0s"], "has expired already"),
         (["create", "--tenant", "a:b"], "is no tenant"),
         (["create", "--allow-from", "10.0.0.1/8"], "is no network"),
         (["revoke", "ff_0123456789AB_x"], "is no id"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from farfill.clock import WallClock
 from farfill.core.errors import ConfigError, InvalidRequestError, ProtocolError
-from farfill.registry.api_keys import KeyDigests, check_key, key_id, key_of, new_key, rotated
+from farfill.registry.api_keys import LAST_UNIX_S, KeyDigests, check_key, key_id, key_of, new_key, rotated
 from farfill.registry.audit import audit_log
 from farfill.registry.embedded import EmbeddedStore
 from farfill.registry.key_file import KeyFile, read_key_file
@@ -91,6 +91,22 @@ def test_key_that_makes_no_sense_is_refused_by_field(field: str, value: object) 
     with pytest.raises(InvalidRequestError) as caught:
         check_key(msgspec.structs.replace(record(new_key()[1]), **{field: value}))
     assert caught.value.param == field
+
+
+@pytest.mark.parametrize("expires", [1.0, 999.0, 1000.0, LAST_UNIX_S + 1, 1e12, 1e308])
+async def test_key_that_has_expired_or_never_could_is_not_made(store: KeyStore, expires: float) -> None:
+    kept = record(new_key()[1])
+    await store.create(kept)
+    with pytest.raises(InvalidRequestError, match="0 \\(never\\)") as caught:
+        await store.create(record(new_key()[1], expires_unix_s=expires, created_unix_s=1000.0))
+    assert caught.value.param == "expires_unix_s"
+    assert await store.list() == [kept]
+
+
+async def test_key_may_expire_up_to_the_calendars_end(store: KeyStore) -> None:
+    for expires in (0.0, 1000.5, LAST_UNIX_S):
+        await store.create(record(new_key()[1], expires_unix_s=expires, created_unix_s=1000.0))
+    assert len(await store.list()) == 3
 
 
 @pytest.fixture(params=["registry", "file"])
