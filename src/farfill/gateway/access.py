@@ -16,6 +16,7 @@ import structlog
 
 from farfill.clock import Clock
 from farfill.config.access import AccessConfig
+from farfill.core.errors import InvalidRequestError
 from farfill.gateway.access_keys import KeyBook
 from farfill.gateway.access_source import Networks, client_address
 from farfill.gateway.access_tokens import TokenVerifier
@@ -35,8 +36,6 @@ Observe = Callable[[str, str], None]
 
 class Headers(Protocol):
     """What is read of a request's headers."""
-
-    def get(self, name: str, /) -> str | None: ...
 
     def getall(self, name: str, default: Sequence[str], /) -> Sequence[str]: ...
 
@@ -170,8 +169,11 @@ def credential_kind(authorization: str | None) -> str:
 
 
 def credential_of(headers: Headers, peer: str | None) -> Credential:
-    """What the headers of a request say."""
-    return Credential(headers.get("Authorization"), peer, headers.getall("X-Forwarded-For", ()))
+    """What the headers of a request say. Raises InvalidRequestError when they bring more than one credential."""
+    brought = headers.getall("Authorization", ())
+    if len(brought) > 1:  # a proxy in front may have looked at the other one
+        raise InvalidRequestError("more than one Authorization header; send one", param="Authorization")
+    return Credential(brought[0] if brought else None, peer, headers.getall("X-Forwarded-For", ()))
 
 
 def principal_of(record: KeyRecord) -> Principal:

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from joserfc import jwt
 from joserfc.jwk import ECKey, KeySet, RSAKey
+from multidict import CIMultiDict
 
 from farfill.clock import VirtualClock
-from farfill.gateway.access import Access, Credential
+from farfill.core.errors import InvalidRequestError
+from farfill.gateway.access import Access, Credential, credential_of
 from farfill.gateway.access_tokens import MAX_STALE_S, MIN_FETCH_PERIOD_S
 from farfill.gateway.errors import ForbiddenError, KeysUnavailableError, UnauthorisedError
 from farfill.gateway.principal import Principal, RateLimits
@@ -111,6 +113,17 @@ async def test_missing_credential_is_told_how_to_bring_one(header: str | None) -
     with pytest.raises(UnauthorisedError, match="Authorization: Bearer") as caught:
         await door.access.identify(Credential(header))
     assert (caught.value.cause, caught.value.reason) == ("missing", "missing_api_key")
+
+
+@pytest.mark.parametrize("second", ["Bearer other", "Basic dXNlcjpw", "", "Bearer first"])
+def test_second_credential_is_refused_whichever_comes_first(second: str) -> None:
+    for values in (("Bearer first", second), (second, "Bearer first")):
+        headers = CIMultiDict([("Authorization", values[0]), ("authorization", values[1])])
+        with pytest.raises(InvalidRequestError, match="send one") as caught:
+            credential_of(headers, None)
+        assert caught.value.param == "Authorization"
+    assert credential_of(CIMultiDict([("authorization", "Bearer first")]), "p").authorization == "Bearer first"
+    assert credential_of(CIMultiDict(), None).authorization is None
 
 
 async def test_keys_not_heard_of_yet_let_nobody_in() -> None:
