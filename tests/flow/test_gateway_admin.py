@@ -78,8 +78,8 @@ async def place(tmp_path: Path) -> AsyncIterator[AdminPlace]:
     ):
         made = AdminPlace(make_pki(tmp_path / "pki"), harness, book, seen)
         parts = AdminParts(reload=made.reload, key_store=RegistryKeyStore(store), digests=KeyDigests(PEPPER))
-        identify = AdminIdentity(AdminConfig(listen="127.0.0.1:1"), CLUSTER, harness.service.deps.access, seen)
-        runner = web.AppRunner(build_admin_app(harness.service, parts, identify), access_log=None)
+        identify = AdminIdentity(AdminConfig(listen="127.0.0.1:1"), CLUSTER, harness.service.deps.access)
+        runner = web.AppRunner(build_admin_app(harness.service, parts, identify, seen), access_log=None)
         await runner.setup()
         context = http_server_context(*made.pki.name("gateway", role="gateway").pems)
         context.verify_mode = ssl.CERT_OPTIONAL
@@ -184,6 +184,46 @@ async def test_rollout_is_changed_and_reverted_with_who_did_it(place: AdminPlace
         assert (await place.call("PUT", "/admin/rollout", role="admin", body=bad))[0] == 400
     reverted = (await place.call("POST", "/admin/rollout/revert", role="admin"))[1]["reverted"]
     assert {"model": "tiny", "tenant": "*"} in reverted
+
+
+async def test_call_counts_by_what_came_of_it(place: AdminPlace) -> None:
+    monitor = place.book.add(scope="monitor")
+    for method, path, body, as_monitor, outcome in (
+        ("GET", "/admin/keys", None, False, ("read", "ok")),
+        ("POST", "/admin/keys", {}, False, ("write", "ok")),
+        ("POST", "/admin/keys", {}, True, ("write", "forbidden")),
+        ("POST", "/admin/keys", {"scope": "root"}, False, ("write", "failed")),
+        ("POST", "/admin/keys", [], False, ("write", "failed")),
+        ("DELETE", "/admin/keys/nope", None, False, ("write", "failed")),
+        ("PUT", "/admin/rollout", {"percent": 101}, False, ("write", "failed")),
+        ("PUT", "/admin/rollout", {"percent": 10}, False, ("write", "ok")),
+        ("POST", "/admin/nothing", {}, False, ("write", "failed")),
+        ("GET", "/admin/requests/nope", None, True, ("read", "failed")),
+        ("GET", "/nothing", None, True, ("read", "failed")),
+    ):
+        await place.call(method, path, body=body, **({"key": monitor} if as_monitor else {"role": "admin"}))
+        assert place.seen.calls == [outcome], (method, path)
+        place.seen.calls.clear()
+    place.broken = True
+    await place.call("POST", "/admin/reload", role="admin")
+    await place.call("GET", "/admin/keys", key="nonsense")
+    assert place.seen.calls == [("write", "failed"), ("read", "unauthorised")]
+
+
+async def test_salts_are_shown_to_nobody_who_may_only_look(place: AdminPlace) -> None:
+    monitor, admin = place.book.add(scope="monitor"), place.book.add(scope="admin")
+    for salt in ("pepper-and-salt", ""):
+        await place.call("POST", "/admin/keys", role="admin", body={"salt": salt})
+    for who, salts in (
+        ({"key": monitor}, ["", "***"]),
+        ({"role": "decode"}, ["", "***"]),
+        ({"key": admin}, ["", "pepper-and-salt"]),
+        ({"role": "gateway"}, ["", "pepper-and-salt"]),
+    ):
+        keys = (await place.call("GET", "/admin/keys", **who))[1]["keys"]
+        assert sorted(key["salt"] for key in keys) == salts, who
+        for path in ("/admin/audit", "/admin/config", "/metrics"):
+            assert "pepper-and-salt" not in str((await place.call("GET", path, **who))[1])
 
 
 async def test_reload_tells_what_applies_and_a_mistake_changes_nothing(place: AdminPlace) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from farfill.gateway.access_observe import SilentAccessObserver
 from farfill.gateway.admin import build_admin_app
 from farfill.gateway.admin_parts import Admin, AdminParts
 from farfill.gateway.reload import Reloaded
@@ -62,7 +63,9 @@ async def admin(tmp_path: Path) -> AsyncIterator[tuple[Harness, str]]:
         async def everybody(_: web.Request) -> Admin:
             return Admin("test", may_write=True)
 
-        runner = web.AppRunner(build_admin_app(harness.service, parts, everybody), access_log=None)
+        runner = web.AppRunner(
+            build_admin_app(harness.service, parts, everybody, SilentAccessObserver()), access_log=None
+        )
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         try:

@@ -50,8 +50,8 @@ class AdminServer:
             digests=key_digests(loaded),
             key_audit=None if file is None else FileKeyStore(file).audit,
         )
-        identify = AdminIdentity(config, loaded.config.cluster, service.deps.access, observer)
-        self._runner = plain_runner(build_admin_app(service, parts, identify))
+        identify = AdminIdentity(config, loaded.config.cluster, service.deps.access)
+        self._runner = plain_runner(build_admin_app(service, parts, identify, observer))
 
     def use(self, tls: TlsMaterial) -> None:
         """New certificates for connections to come. Raises ConfigError when they do not fit."""

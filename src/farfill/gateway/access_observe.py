@@ -25,7 +25,7 @@ class AccessObserver(Protocol):
         ...
 
     def admin_called(self, action: str, outcome: str) -> None:
-        """A call of the admin API: "read" or "write"; "ok", or why it was refused."""
+        """A call of the admin API: "read" or "write"; "ok", "failed", or why it was refused."""
         ...
 
 

@@ -12,8 +12,9 @@ import structlog
 from aiohttp import web
 
 from farfill.core.errors import ConfigError, InvalidRequestError
+from farfill.gateway.access_observe import AccessObserver
 from farfill.gateway.admin_parts import ADMIN, Admin, AdminParts
-from farfill.gateway.errors import openai_errors
+from farfill.gateway.errors import ForbiddenError, UnauthorisedError, openai_errors
 from farfill.gateway.handlers.admin_changes import AdminChangesHandler
 from farfill.gateway.handlers.admin_keys import AdminKeysHandler
 from farfill.gateway.handlers.admin_look import AdminLookHandler
@@ -43,8 +44,29 @@ def admin_routes(service: GatewayService, parts: AdminParts) -> list[web.RouteDe
     ]
 
 
-def build_admin_app(service: GatewayService, parts: AdminParts, identify: Identify) -> web.Application:
-    """The application; `identify` runs before every handler. Changes are logged with who made them."""
+def build_admin_app(
+    service: GatewayService, parts: AdminParts, identify: Identify, observer: AccessObserver
+) -> web.Application:
+    """The application; `identify` runs before every handler. Changes are logged with who made them; `observer` hears
+    of every call once its end is known."""
+
+    @web.middleware
+    async def counted(
+        request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        outcome = "failed"  # whatever ends it, a caller that leaves included
+        try:
+            response = await handler(request)
+            outcome = "ok" if response.status < 400 else "failed"
+            return response
+        except UnauthorisedError:
+            outcome = "unauthorised"
+            raise
+        except ForbiddenError:
+            outcome = "forbidden"
+            raise
+        finally:
+            observer.admin_called("read" if request.method in READING else "write", outcome)
 
     @web.middleware
     async def authorised(
@@ -66,7 +88,9 @@ def build_admin_app(service: GatewayService, parts: AdminParts, identify: Identi
             )
         return response
 
-    app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[with_request_id, openai_errors, authorised])
+    app = web.Application(
+        client_max_size=MAX_BODY_BYTES, middlewares=[with_request_id, openai_errors, counted, authorised]
+    )
     app.add_routes(admin_routes(service, parts))
     app.on_response_prepare.append(tell_request_id)
     return app

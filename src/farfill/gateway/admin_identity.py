@@ -8,9 +8,7 @@ from fnmatch import fnmatchcase
 from aiohttp import web
 
 from farfill.config.access import AdminConfig
-from farfill.core.errors import FarfillError
 from farfill.gateway.access import Access, credential_of
-from farfill.gateway.access_observe import AccessObserver
 from farfill.gateway.access_source import Networks, parse_address
 from farfill.gateway.admin import READING
 from farfill.gateway.admin_parts import Admin
@@ -22,26 +20,17 @@ from farfill.transport.tls import PeerIdentity, peer_identity
 class AdminIdentity:
     """Call it with a request; it is an `admin.Identify`."""
 
-    def __init__(self, config: AdminConfig, cluster: str, access: Access | None, observer: AccessObserver) -> None:
+    def __init__(self, config: AdminConfig, cluster: str, access: Access | None) -> None:
         self._config = config
         self._cluster = cluster
         self._access = access
-        self._observer = observer
         self._allow_from = Networks.of(config.allow_from, "admin.allow_from")
 
     async def __call__(self, request: web.Request) -> Admin:
         """Raises UnauthorisedError, ForbiddenError, or KeysUnavailableError."""
-        action = "read" if request.method in READING else "write"
-        try:
-            admin = self._who(request)
-            if action == "write" and not admin.may_write:
-                raise ForbiddenError(f"{admin.name} may look, but not change anything", cause="scope")
-        except FarfillError as error:
-            named = isinstance(error, ForbiddenError)
-            refused = "unauthorised" if isinstance(error, UnauthorisedError) else "forbidden" if named else "failed"
-            self._observer.admin_called(action, refused)
-            raise
-        self._observer.admin_called(action, "ok")
+        admin = self._who(request)
+        if request.method not in READING and not admin.may_write:
+            raise ForbiddenError(f"{admin.name} may look, but not change anything", cause="scope")
         return admin
 
     def _who(self, request: web.Request) -> Admin:
