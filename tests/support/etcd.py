@@ -81,6 +81,16 @@ class EtcdServer:
             self._process.wait()
             self._process = None
 
+    def pause(self) -> None:
+        """It hangs: connections stay, and nothing answers."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """After `pause`."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
     def context(self) -> ssl.SSLContext:
         """A client of this server."""
         return client_context(*self.client.pems, check_hostname=True)

@@ -245,6 +245,7 @@ class InstanceWatcher:
         self._grace = Grace(grace_s)
         self._instances: tuple[Instance, ...] = ()
         self._revision = 0
+        self._store_away = False
         self._known = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -296,6 +297,7 @@ class InstanceWatcher:
             timeout_s=wait_s + CALL_TIMEOUT_S,
             after=str(self._revision),
             wait_s=str(wait_s),
+            store_away="1" if self._store_away else "0",
         )
         try:
             reply = msgspec.msgpack.decode(answer, type=InstancesReply)
@@ -305,7 +307,12 @@ class InstanceWatcher:
         if self._calls.away_s > 0:
             self._grace.outage_ended(loop.time())
         instances = self._grace.merge(self._instances, found, loop.time())
-        self._calls.succeeded()
+        self._store_away = reply.store_away_s > 0
+        if self._store_away:  # it answers, and knows no more than we do
+            text = "the registry's store does not answer it"
+            self._calls.failed(FarfillError(text, reason="store_unavailable", retryable=True, side="registry"))
+        else:
+            self._calls.succeeded()
         self._revision = reply.revision
         if instances != self._instances or not self.known:
             self._instances = instances

@@ -10,7 +10,7 @@ from typing import Self
 
 import msgspec
 
-from farfill.registry.etcd_calls import EtcdCalls
+from farfill.registry.etcd_calls import CALL_TIMEOUT_S, EtcdCalls
 from farfill.registry.store import (
     Batch,
     Change,
@@ -146,11 +146,16 @@ class _Empty(msgspec.Struct):
 
 @dataclass
 class EtcdStore:
-    """Implements `store.Store`. All its keys begin with `prefix`, which etcd's roles can be bound to."""
+    """Implements `store.Store`. All its keys begin with `prefix`, which etcd's roles can be bound to.
+
+    A watch that was silent for `quiet_s` begins again, and fails when that takes over `begin_s`: together, how long a
+    hung etcd goes unnoticed.
+    """
 
     calls: EtcdCalls
     prefix: str
     quiet_s: float = QUIET_S
+    begin_s: float = CALL_TIMEOUT_S
 
     @property
     def born(self) -> int:
@@ -198,7 +203,7 @@ class EtcdStore:
         while True:
             body = _Watch(_WatchOptions(start, end, str(after + 1)))
             answered = False
-            async for line in self.calls.lines("/v3/watch", body, _WatchLine, self.quiet_s):
+            async for line in self.calls.lines("/v3/watch", body, _WatchLine, self.quiet_s, self.begin_s):
                 answered = True
                 reply = _watched(line, after)
                 for batch in self._batches(reply.events):

@@ -101,20 +101,25 @@ class EtcdCalls:
             raise
         return _decode(data, reply)
 
-    async def lines(self, path: str, body: msgspec.Struct, reply: type[Reply], quiet_s: float) -> AsyncIterator[Reply]:
-        """The messages of a stream; ends when it ends, or was silent for `quiet_s`. Raises StoreError."""
+    async def lines(
+        self, path: str, body: msgspec.Struct, reply: type[Reply], quiet_s: float, begin_s: float
+    ) -> AsyncIterator[Reply]:
+        """The messages of a stream; ends when it ends, or was silent for `quiet_s`. Raises StoreError, also when it
+        has not begun within `begin_s`."""
+        begun = False
         try:
-            async with asyncio.timeout(self.timeout_s):
+            async with asyncio.timeout(begin_s):
                 response = await self._authorized(path, body)
             async with response:
                 if response.status != 200:
                     raise _fault(response.status, await response.content.read(MAX_LINE_BYTES))
                 pending = bytearray()
                 while True:
-                    async with asyncio.timeout(quiet_s):
+                    async with asyncio.timeout(quiet_s if begun else begin_s):
                         data = await response.content.readany()
                     if not data:
                         return
+                    begun = True
                     pending += data
                     if len(pending) > MAX_LINE_BYTES:
                         raise StoreError("etcd: a message without an end", reason="protocol_violation")
@@ -122,9 +127,11 @@ class EtcdCalls:
                     pending = bytearray(rest)
                     for line in whole:
                         yield _decode(line, reply)
-        except TimeoutError:
+        except TimeoutError as error:
+            if begun:
+                return
             self._try_another()
-            return
+            raise StoreError(f"etcd: no answer within {begin_s:g} s", reason="timeout") from error
         except (aiohttp.ClientError, OSError) as error:
             self._try_another()
             raise StoreError(f"etcd: {error}", reason="unreachable") from error

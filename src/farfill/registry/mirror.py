@@ -30,7 +30,8 @@ class StoreObserver(Protocol):
 
 
 class Mirror:
-    """`entries` by key as of `revision`. Owned by one event loop; `on_change` is called after every change."""
+    """`entries` by key as of `revision`. Owned by one event loop; `on_change` is called after every change,
+    `on_reach` when the store is away and when it is back."""
 
     def __init__(
         self,
@@ -38,11 +39,13 @@ class Mirror:
         prefix: str,
         *,
         on_change: Callable[[], None] = lambda: None,
+        on_reach: Callable[[], None] = lambda: None,
         observer: StoreObserver | None = None,
     ) -> None:
         self._store = store
         self._prefix = prefix
         self._on_change = on_change
+        self._on_reach = on_reach
         self._observer = observer
         self._entries: dict[str, Entry] = {}
         self._known = asyncio.Event()
@@ -67,6 +70,11 @@ class Mirror:
     async def wait_known(self) -> None:
         """Until the first listing is there."""
         await self._known.wait()
+
+    @property
+    def away(self) -> bool:
+        """Whether the store has not answered the last attempt."""
+        return self._away_since_s is not None
 
     @property
     def stale_s(self) -> float:
@@ -135,7 +143,8 @@ class Mirror:
         if self._away_since_s is not None:
             log.info("registry_back", prefix=self._prefix)
             self._outages += 1
-        self._away_since_s = None
+            self._away_since_s = None
+            self._on_reach()
 
     def _failed(self, error: FarfillError) -> None:
         if self._observer is not None:
@@ -143,3 +152,4 @@ class Mirror:
         if self._away_since_s is None:
             log.warning("registry_away", prefix=self._prefix, reason=error.reason, error=str(error))
             self._away_since_s = asyncio.get_running_loop().time()
+            self._on_reach()

@@ -12,10 +12,13 @@ from farfill.config.secrets import EtcdSecrets, read_etcd
 from farfill.core.errors import ConfigError
 from farfill.registry.disk import FolderDisk
 from farfill.registry.embedded import EmbeddedStore
-from farfill.registry.etcd import EtcdStore
-from farfill.registry.etcd_calls import EtcdCalls
+from farfill.registry.etcd import QUIET_S, EtcdStore
+from farfill.registry.etcd_calls import CALL_TIMEOUT_S, EtcdCalls
 from farfill.registry.store import Store
 from farfill.transport.tls import client_context
+
+LEAST_BEGIN_S = 1.0
+"""With very short leases: an etcd that is merely slow is not away."""
 
 
 @contextlib.asynccontextmanager
@@ -34,12 +37,18 @@ async def open_store(loaded: LoadedConfig, clock: Clock) -> AsyncIterator[Store]
 
 
 def etcd_store(loaded: LoadedConfig) -> EtcdStore:
-    """Not opened yet. Raises ConfigError."""
+    """Not opened yet. That etcd is away shows within about a lease. Raises ConfigError."""
     etcd = loaded.config.registry.etcd
     assert etcd is not None, "checked with the file"
     secrets = read_etcd(loaded)
     calls = EtcdCalls(tuple(etcd.endpoints), etcd_context(secrets), etcd.user, secrets.password)
-    return EtcdStore(calls, f"{etcd.prefix}{loaded.config.cluster}/")
+    lease_s = loaded.config.registry.lease_s
+    return EtcdStore(
+        calls,
+        f"{etcd.prefix}{loaded.config.cluster}/",
+        quiet_s=min(QUIET_S, lease_s / 3),
+        begin_s=min(CALL_TIMEOUT_S, max(LEAST_BEGIN_S, lease_s / 2)),
+    )
 
 
 def etcd_context(secrets: EtcdSecrets) -> ssl.SSLContext:

@@ -2,7 +2,8 @@
 
     PUT    /v1/instances/{name}                    register or renew; body `InstanceMessage`
     DELETE /v1/instances/{name}?generation=G       leave
-    GET    /v1/instances?after=REVISION&wait_s=S   all instances, once the revision differs from `after`
+    GET    /v1/instances?after=REVISION&wait_s=S   all instances, once the revision differs from `after`; with
+           &store_away=0|1                         also once the store is away (is back) after all
     POST   /v1/store                               the store itself, within what `registry.access` allows
     GET    /health /live /ready /metrics
 
@@ -78,7 +79,7 @@ class RegistryService:
     _later: asyncio.TimerHandle | None = None
 
     def __post_init__(self) -> None:
-        self.mirror = Mirror(self.store, INSTANCES, on_change=self._publish, observer=self.metrics)
+        self.mirror = Mirror(self.store, INSTANCES, on_change=self._publish, on_reach=self._wake, observer=self.metrics)
         self.members = Members(self.store, self.mirror, self.lease_s)
         self._handler = StoreHandler(self.store)
         self._grace = Grace(self.lease_s + LAST_BACKOFF_S)
@@ -137,7 +138,7 @@ class RegistryService:
         return message_response(LeaseReply(lease_s=self.lease_s))
 
     async def list(self, request: web.Request) -> web.Response:
-        """Long poll; answers `InstancesReply`, unchanged when `wait_s` ran out."""
+        """Long poll; answers `InstancesReply`, unchanged when `wait_s` ran out or the store is away or back."""
         if (refused := self._refuse(request, READER_ROLES)) is not None:
             return refused
         try:
@@ -151,7 +152,7 @@ class RegistryService:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(wait_s):
-                    await self._news(after)
+                    await self._news(after, request.query.get("store_away"))
         finally:
             self.metrics.watching(-1)
         if not self.mirror.known:
@@ -159,7 +160,8 @@ class RegistryService:
         if self._settling(after):
             return refusal(503, "settling", "just started: workers have not had the time to register again")
         instances = [to_message(instance) for instance in self._shown]
-        return message_response(InstancesReply(revision=self.mirror.revision, instances=instances))
+        reply = InstancesReply(revision=self.mirror.revision, instances=instances, store_away_s=self.mirror.stale_s)
+        return message_response(reply)
 
     async def call_store(self, request: web.Request) -> web.Response:
         """One call of `registry.remote`."""
@@ -185,8 +187,11 @@ class RegistryService:
         body, content_type = exposition(self.metrics.registry)
         return web.Response(body=body, headers={"Content-Type": content_type})
 
-    async def _news(self, after: int) -> None:
+    async def _news(self, after: int, store_away: str | None) -> None:
+        """`store_away`: what the watcher knows of the store; None: it does not ask."""
         while not self.mirror.known or self.mirror.revision == after or self._settling(after):
+            if store_away is not None and store_away != _flag(self.mirror.away):
+                return
             await self._changed.wait()
 
     def _settling(self, after: int) -> bool:
@@ -273,3 +278,7 @@ class RegistryService:
         while self.clock.now_s() - self._started_s < self.lease_s:  # noqa: ASYNC110 (tests move the clock)
             await asyncio.sleep(min(self.lease_s / 10, 0.5))
         self._wake()
+
+
+def _flag(value: bool) -> str:
+    return "1" if value else "0"

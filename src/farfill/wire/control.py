@@ -317,7 +317,11 @@ class LeaseReply(msgspec.Struct, kw_only=True):
 
 
 class InstancesReply(msgspec.Struct, kw_only=True):
-    """GET /v1/instances?after=REVISION: all live instances once the revision moved on (long poll)."""
+    """GET /v1/instances?after=REVISION: all live instances once the revision moved on (long poll).
+
+    `store_away_s`: for how long the registry's own store has not answered, so that they may be out of date.
+    """
 
     revision: int
     instances: list[InstanceMessage]
+    store_away_s: float = 0.0

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import socket
 import ssl
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from farfill.cli.registry import serve_registry
 from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import read_tls
 from farfill.core.cluster import Instance, InstanceState, Role
-from farfill.registry.client import Announcer, InstanceWatcher
+from farfill.registry.client import POLL_WAIT_S, Announcer, InstanceWatcher
 from farfill.registry.etcd import EtcdStore
 from farfill.registry.etcd_calls import EtcdCalls
 from farfill.registry.identity import registry_context
@@ -162,8 +163,9 @@ async def test_long_listing_comes_in_pages(etcd: EtcdServer):
         assert [entry.key for entry in listing.entries] == [f"k{i:05d}" for i in range(1100)]
 
 
-async def test_registry_process_runs_on_etcd(etcd: EtcdServer, cluster_file: Path):
-    """The whole of `farfill registry` with `store: etcd`, from the cluster file on."""
+@contextlib.asynccontextmanager
+async def registry_on(etcd: EtcdServer, cluster_file: Path) -> AsyncIterator[tuple[LoadedConfig, str]]:
+    """The whole of `farfill registry` with `store: etcd`, from the cluster file on; its URL."""
     folder = cluster_file.parent
     (folder / "password").write_text(PASSWORD + "\n")
     (folder / "password").chmod(0o600)
@@ -185,7 +187,47 @@ async def test_registry_process_runs_on_etcd(etcd: EtcdServer, cluster_file: Pat
     create_pki(folder / "pki", members_of(loaded.config), days=1)
     stop = asyncio.Event()
     serving = asyncio.create_task(serve_registry(loaded, stop))
-    url = f"https://127.0.0.1:{port}"
+    try:
+        yield loaded, f"https://127.0.0.1:{port}"
+    finally:
+        stop.set()
+        await serving
+
+
+class Heard:
+    """What the observer of a registry client heard last, as the gauge of it shows."""
+
+    outcome = ""
+
+    def registry_answered(self, outcome: str) -> None:
+        self.outcome = outcome
+
+
+@pytest.mark.parametrize("how", ["killed", "hung"])
+async def test_watchers_hear_within_about_a_lease_that_etcd_is_away(etcd: EtcdServer, cluster_file: Path, how: str):
+    heard = Heard()
+    async with (
+        registry_on(etcd, cluster_file) as (loaded, url),
+        InstanceWatcher(registry_url=url, ssl_context=as_role(loaded, "gateway"), observer=heard) as watcher,
+    ):
+        await until(lambda: watcher.known)
+        assert (watcher.stale_s, heard.outcome) == (0.0, "ok")
+        await asyncio.to_thread(etcd.kill if how == "killed" else etcd.pause)
+        try:
+            await until(lambda: watcher.stale_s > 0, within_s=POLL_WAIT_S / 2)
+            assert heard.outcome == "store_unavailable"
+        finally:
+            await asyncio.to_thread(etcd.start if how == "killed" else etcd.resume)
+        await until(lambda: watcher.stale_s == 0, within_s=POLL_WAIT_S / 2)
+        assert heard.outcome == "ok"
+
+
+async def test_registry_process_runs_on_etcd(etcd: EtcdServer, cluster_file: Path):
+    async with registry_on(etcd, cluster_file) as (loaded, url):
+        await follow_a_worker(etcd, loaded, url)
+
+
+async def follow_a_worker(etcd: EtcdServer, loaded: LoadedConfig, url: str) -> None:
     worker = dataclasses.replace(INSTANCE, name="decode-near")
     watcher = InstanceWatcher(registry_url=url, ssl_context=as_role(loaded, "gateway"))
     announcer = Announcer(registry_url=url, ssl_context=as_role(loaded, "decode-near"), instance=worker)
@@ -200,8 +242,6 @@ async def test_registry_process_runs_on_etcd(etcd: EtcdServer, cluster_file: Pat
             await asyncio.to_thread(etcd.start)
             await until(lambda: [i.queued_tokens for i in watcher.instances()] == [6])
         await until(lambda: watcher.instances() == ())
-    stop.set()
-    await serving
 
 
 def as_role(loaded: LoadedConfig, name: str) -> ssl.SSLContext:
@@ -209,7 +249,7 @@ def as_role(loaded: LoadedConfig, name: str) -> ssl.SSLContext:
     return registry_context(tls.cert_pem, tls.key_pem, tls.ca_pem, loaded.config.cluster)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+async def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+    async with asyncio.timeout(within_s):
         while not condition():
             await asyncio.sleep(0.01)
