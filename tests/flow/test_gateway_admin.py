@@ -186,6 +186,42 @@ async def test_rollout_is_changed_and_reverted_with_who_did_it(place: AdminPlace
     assert {"model": "tiny", "tenant": "*"} in reverted
 
 
+@pytest.mark.parametrize("reason", ["r" * 501, "r" * 100_000, "two\nlines", "\x1b[2J"])
+async def test_reason_that_no_log_line_holds_is_refused_everywhere(place: AdminPlace, reason: str) -> None:
+    made = (await place.call("POST", "/admin/keys", role="admin", body={"reason": "r" * 500}))[1]["id"]
+    for method, path in (
+        ("PUT", "/admin/rollout"),
+        ("POST", "/admin/rollout/revert"),
+        ("POST", "/admin/keys"),
+        ("POST", f"/admin/keys/{made}/rotate"),
+        ("DELETE", f"/admin/keys/{made}"),
+    ):
+        status, body = await place.call(method, path, role="admin", body={"reason": reason})
+        assert (status, body["error"].get("param")) == (400, "reason"), (method, path)
+    audit = (await place.call("GET", "/admin/audit", role="admin"))[1]["audit"]
+    assert [line["why"] for line in audit] == ["r" * 500]
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"percent": 10, "model": "nope"}, "model"),
+        ({"percent": 10, "model": ""}, "model"),
+        ({"percent": 10, "model": "m" * 100_000}, "model"),
+        ({"model": "@prefill"}, "model"),
+        ({"percent": 10, "tenant": "a b"}, "tenant"),
+        ({"percent": 10, "tenant": "t" * 129}, "tenant"),
+    ],
+)
+async def test_share_of_what_is_not_there_is_refused(place: AdminPlace, body: Any, field: str) -> None:
+    status, answer = await place.call("PUT", "/admin/rollout", role="admin", body=body)
+    assert (status, answer["error"]["param"]) == (400, field)
+    assert len(answer["error"]["message"]) < 300
+    if field == "model":
+        assert "there are: tiny" in answer["error"]["message"]
+    assert (await place.call("GET", "/admin/audit", role="admin"))[1]["audit"] == []
+
+
 async def test_call_counts_by_what_came_of_it(place: AdminPlace) -> None:
     monitor = place.book.add(scope="monitor")
     for method, path, body, as_monitor, outcome in (

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from farfill.cli.stores import DEFAULT, Config, author, when, with_store
+from farfill.cli.stores import DEFAULT, Config, Reason, author, when, with_store
 from farfill.config.load import load_config, load_text
 from farfill.config.model import ClusterConfig
 from farfill.core.errors import InvalidRequestError
@@ -17,8 +17,6 @@ from farfill.gateway.reload import applies, changed_keys
 from farfill.registry.configs import ConfigChange, config_history, config_version, current_config, put_config
 from farfill.registry.records import ConfigRecord
 from farfill.registry.remote import RemoteStore
-
-Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
 
 
 def apply(

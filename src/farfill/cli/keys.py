@@ -14,7 +14,7 @@ import msgspec
 import typer
 
 from farfill.cli.admin_client import AdminClient
-from farfill.cli.stores import DEFAULT, author, when, with_loaded_store
+from farfill.cli.stores import DEFAULT, Reason, author, when, with_loaded_store
 from farfill.config.load import LoadedConfig, load_config
 from farfill.core.errors import ConfigError, InvalidRequestError
 from farfill.gateway.access_open import key_digests
@@ -31,7 +31,6 @@ AdminKey = Annotated[str, typer.Option(help="Where the admin key is: file:PATH o
 AdminCa = Annotated[
     str, typer.Option(help="Who signed that gateway's certificate (file:PATH); unset: the system's CAs.")
 ]
-Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
 Result = TypeVar("Result")
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}

@@ -11,20 +11,22 @@ import typer
 
 from farfill.cli import rollout_worker
 from farfill.cli.shares import percent_of, told
-from farfill.cli.stores import DEFAULT, Config, author, when, with_store
+from farfill.cli.stores import DEFAULT, Config, Reason, author, when, with_loaded_store, with_store
+from farfill.config.load import load_config
+from farfill.config.models import models_of
 from farfill.core.errors import InvalidRequestError
 from farfill.policy.rollout import STEPS
 from farfill.registry.audit import audit_log
 from farfill.registry.records import ROLLOUT, RolloutRecord
 from farfill.registry.remote import RemoteStore
 from farfill.registry.rollouts import ANY, ShareChange, change_share, revert_all, share_of
+from farfill.registry.share_checks import check_share
 
 app = typer.Typer(no_args_is_help=True, help="Say which share of requests may prefill far.")
 app.add_typer(rollout_worker.app, name="worker")
 
 Model = Annotated[str, typer.Option(help="Only this model; * for all.")]
 Tenant = Annotated[str, typer.Option(help="Only this tenant; * for all.")]
-Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
 SHOWN_CHANGES = 10
 
 
@@ -84,9 +86,13 @@ def revert(config: Config = DEFAULT, reason: Reason = "") -> None:
 
 
 def _change(config: Path, model: str, tenant: str, make: Callable[[RolloutRecord | None], ShareChange]) -> None:
+    loaded = load_config(config)
+    models = {served.name for served in models_of(loaded.config).values()}
+
     async def write(store: RemoteStore) -> None:
+        await check_share(store, (model, tenant), models)
         record = await change_share(store, (model, tenant), make)
         assert record is not None, "make always says something"
         typer.echo(told((model, tenant), record))
 
-    with_store(config, write)
+    with_loaded_store(loaded, write)

@@ -8,18 +8,18 @@ from typing import Annotated, Literal
 import typer
 
 from farfill.cli.shares import percent_of, told
-from farfill.cli.stores import DEFAULT, Config, author, with_store
+from farfill.cli.stores import DEFAULT, Config, Reason, author, with_store
 from farfill.core.cluster import Role
 from farfill.policy.rollout import STEPS
 from farfill.registry.records import RolloutRecord
 from farfill.registry.remote import RemoteStore
 from farfill.registry.rollouts import ShareChange, version_share
+from farfill.registry.share_checks import check_revert
 from farfill.registry.versions import change_version, revert_version, version_state
 
 app = typer.Typer(no_args_is_help=True, help="Move requests to a new version of workers.")
 
 Version = Annotated[str, typer.Argument(help="As the new workers say it (workers.NAME.version).")]
-Reason = Annotated[str, typer.Option(help="Why, for the audit log.")]
 
 
 @app.command("set")
@@ -60,6 +60,7 @@ def revert(version: Version, config: Config = DEFAULT, reason: Reason = "") -> N
     """Send nothing to workers of a version any more, while there are others; on all gateways, at once."""
 
     async def write(store: RemoteStore) -> None:
+        await check_revert(store, version)
         await revert_version(store, version, author(), reason or "revert", time.time())
         typer.echo(f"version {version}: prefill 0 %, decode 0 %")
 

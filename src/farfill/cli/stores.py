@@ -19,8 +19,10 @@ from farfill.config.load import LoadedConfig, load_config
 from farfill.config.secrets import read_tls
 from farfill.registry.identity import registry_context
 from farfill.registry.remote import RemoteStore
+from farfill.registry.share_checks import check_reason
 
 Config = Annotated[Path, typer.Option(help="Cluster file. The registry is asked with the gateway's certificate.")]
+Reason = Annotated[str, typer.Option(help="Why, for the audit log.", callback=check_reason)]
 DEFAULT = Path("cluster.yaml")
 PIPED_COLUMNS = 180
 

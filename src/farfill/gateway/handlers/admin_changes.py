@@ -19,6 +19,7 @@ from farfill.policy.rollout import STEPS
 from farfill.registry.audit import audit_log, audit_put
 from farfill.registry.records import AuditRecord, RolloutRecord
 from farfill.registry.rollouts import ANY, ShareChange, change_share, revert_all
+from farfill.registry.share_checks import check_reason, check_share
 from farfill.registry.store import Store, StoreError
 
 
@@ -63,6 +64,8 @@ class AdminChangesHandler:
             raise InvalidRequestError("percent is between 0 and 100", param="percent")
         if body.sticky not in (None, "session", "request"):
             raise InvalidRequestError("sticky is session or request", param="sticky")
+        check_reason(body.reason)
+        await check_share(self._store(), (body.model, body.tenant), {m.name for m in self._service.models.all()})
         who, now_unix_s = changed_by(request), self._clock.unix_s()
 
         def change(found: RolloutRecord | None) -> ShareChange:
@@ -77,6 +80,7 @@ class AdminChangesHandler:
 
     async def _revert(self, request: web.Request) -> web.Response:
         body = parse(await read_body(request) or b"{}", RevertBody)
+        check_reason(body.reason)
         reverted = await revert_all(self._store(), changed_by(request), body.reason or "revert", self._clock.unix_s())
         return json_response({"reverted": [{"model": model, "tenant": tenant} for model, tenant in reverted]})
 

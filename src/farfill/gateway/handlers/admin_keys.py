@@ -16,6 +16,7 @@ from farfill.gateway.openai.requests import parse
 from farfill.registry.api_keys import KeyDigests, new_key, rotated, told
 from farfill.registry.key_store import KeyStore
 from farfill.registry.records import AuditRecord, KeyRecord
+from farfill.registry.share_checks import check_reason
 
 DEFAULT_OVERLAP_S = 0.0
 MAX_OVERLAP_S = 90 * 86_400.0
@@ -79,7 +80,7 @@ class AdminKeysHandler:
     async def _create(self, request: web.Request) -> web.Response:
         body = parse(await read_body(request) or b"{}", NewKeyBody)
         fields = msgspec.structs.asdict(body)
-        why = fields.pop("reason")
+        why = check_reason(fields.pop("reason"))
         wanted, key = new_key()
         record = KeyRecord(
             **fields,
@@ -113,7 +114,7 @@ class AdminKeysHandler:
         return json_response({"id": wanted, "revoked": True})
 
     def _audit(self, request: web.Request, what: str, why: str) -> AuditRecord:
-        return AuditRecord(unix_s=self._clock.unix_s(), who=changed_by(request), what=what, why=why)
+        return AuditRecord(unix_s=self._clock.unix_s(), who=changed_by(request), what=what, why=check_reason(why))
 
 
 def shown(record: KeyRecord) -> dict[str, Any]:
