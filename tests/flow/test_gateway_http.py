@@ -19,6 +19,7 @@ from support.gateway_harness import Harness, running_gateway
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+GOOD = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 1}).encode()
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -213,6 +214,11 @@ async def test_large_body_is_413(gateway: Harness) -> None:
         ("gzip", gzip.compress(b"x" * 1000)[:10] + b"\xff" * 100),
         ("deflate", b"\xffnot compressed"),
         ("deflate", zlib.compress(b"x" * 1000)[:-7]),
+        ("gzip", gzip.compress(GOOD)[:-9]),
+        ("gzip", gzip.compress(GOOD)[:-1]),
+        ("gzip", gzip.compress(GOOD) + b"more"),
+        ("gzip", gzip.compress(GOOD) + gzip.compress(GOOD)[:-3]),
+        ("deflate", zlib.compress(GOOD) + b"more"),
     ],
 )
 async def test_body_that_is_not_compressed_as_told_is_400(
@@ -225,9 +231,35 @@ async def test_body_that_is_not_compressed_as_told_is_400(
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 
-async def test_compressed_body_is_understood(gateway: Harness) -> None:
-    body = gzip.compress(json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 1}).encode())
-    assert (await gateway.post(COMPLETIONS, body, **{"Content-Encoding": "gzip"}))[0] == 200
+@pytest.mark.parametrize(
+    ("encoding", "body"),
+    [
+        ("gzip", gzip.compress(GOOD)),
+        ("GZIP", gzip.compress(GOOD)),
+        ("identity, x-gzip", gzip.compress(GOOD)),
+        ("gzip", gzip.compress(GOOD[:9]) + gzip.compress(GOOD[9:])),
+        ("deflate", zlib.compress(GOOD)),
+        ("deflate", zlib.compress(GOOD, wbits=-15)),
+        ("identity", GOOD),
+    ],
+)
+async def test_compressed_body_is_understood(gateway: Harness, encoding: str, body: bytes) -> None:
+    status, answer, _ = await gateway.post(COMPLETIONS, body, **{"Content-Encoding": encoding})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize("encoding", ["foo", "foo, gzip", "gzip, foo", "gzip, gzip", "br", "zstd", "g\u00fczip"])
+async def test_unknown_coding_is_400_whatever_the_body_is(gateway: Harness, encoding: str) -> None:
+    for body in (GOOD, gzip.compress(GOOD)):
+        status, answer, _ = await gateway.post(COMPLETIONS, body, **{"Content-Encoding": encoding})
+        assert status == 400, answer
+        assert_error(answer, code="unsupported", param="Content-Encoding", contains="gzip and deflate")
+
+
+async def test_body_that_is_large_when_decoded_is_413(gateway: Harness) -> None:
+    status, body, _ = await gateway.post(CHAT, gzip.compress(b" " * (2 << 20)), **{"Content-Encoding": "gzip"})
+    assert status == 413
+    assert_error(body, code="body_too_large", param=None, contains="max_body_mb: 1")
 
 
 @pytest.mark.parametrize(

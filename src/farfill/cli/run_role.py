@@ -91,7 +91,13 @@ def registry_url(loaded: LoadedConfig) -> str:
 
 def plain_runner(app: web.Application) -> web.AppRunner:
     """A runner for servers whose answers are short. A caller that goes away ends the work it asked for."""
-    return web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    return web.AppRunner(
+        app,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=SHUTDOWN_TIMEOUT_S,
+        auto_decompress=False,  # as the gateway's: see its `read_body`
+    )
 
 
 @contextlib.asynccontextmanager

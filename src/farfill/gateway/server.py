@@ -10,13 +10,11 @@ from typing import cast
 
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import ContentEncodingError
 from aiohttp.typedefs import Middleware
 
 from farfill.core.errors import InvalidRequestError
 from farfill.gateway.answer import Answer
 from farfill.gateway.errors import error_response
-from farfill.gateway.handlers.body import undecodable_body
 from farfill.gateway.handlers.request_id import HEADER, tell_request_id
 
 log = structlog.get_logger("farfill.gateway")
@@ -70,7 +68,13 @@ def _shortened(paths: Mapping[str, Handler], application: Handler) -> Callable[[
 class _Server(web.Server):
     def __call__(self) -> web.RequestHandler:
         loop = asyncio.get_running_loop()
-        return _Connection(self, loop=loop, access_log=None, keepalive_timeout=IDLE_S)  # pyright: ignore[reportArgumentType] -- None: no log
+        return _Connection(
+            self,
+            loop=loop,
+            access_log=None,  # pyright: ignore[reportArgumentType] -- None: no log
+            keepalive_timeout=IDLE_S,
+            auto_decompress=False,  # aiohttp takes half a body of gzip for a whole one; `read_body` does not
+        )
 
 
 class _Connection(web.RequestHandler):
@@ -86,16 +90,14 @@ class _Connection(web.RequestHandler):
         """A client's malformed HTTP is an answer, not an error in our log. The connection ends with it."""
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
-        error, request_id = _client_fault(exc, message or ""), uuid.uuid4().hex
+        error, request_id = _client_fault(message or ""), uuid.uuid4().hex
         log.info("malformed_request", request_id=request_id, remote=request.remote, error=str(error))
         response = error_response(error, {HEADER: request_id})
         response.force_close()
         return response
 
 
-def _client_fault(exc: BaseException | None, message: str) -> InvalidRequestError:
-    if isinstance(exc, ContentEncodingError):
-        return undecodable_body()
+def _client_fault(message: str) -> InvalidRequestError:
     # Only the first line: what follows repeats the client's bytes.
     told = message.strip().splitlines()[:1]
     return InvalidRequestError(told[0].rstrip(": ") if told else "malformed HTTP request", reason="bad_request")

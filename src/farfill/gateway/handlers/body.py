@@ -8,28 +8,35 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from farfill.core.errors import InvalidRequestError
+from farfill.gateway.handlers.encoding import ENCODING_HEADER, TooLargeError, decoded
 
-ENCODING_HEADER = "Content-Encoding"
 GRACE_S = 30.0
 SLOWEST_BYTES_PER_S = 64 * 1024
 """A body has `GRACE_S`, and as long as it takes at this rate: clients that dribble hold nothing for longer."""
 
 
 async def read_body(request: web.Request) -> bytes:
-    """The whole body, decompressed. Raises InvalidRequestError when it does not come, or not as its headers say."""
+    """The whole body, decompressed here: served connections leave it as it came (`auto_decompress` is off).
+
+    Raises InvalidRequestError when it does not come, or not as its headers say.
+    """
     try:
-        return await (request.read() if request.content.is_eof() else _slowly(request))
+        data = await (request.read() if request.content.is_eof() else _slowly(request))
     except (web.RequestPayloadError, HttpProcessingError) as error:
         # Nothing after the fault can be understood.
         _end(request)
-        if ENCODING_HEADER in request.headers:
-            raise undecodable_body() from error
         raise InvalidRequestError("the body broke off or is not framed as its headers say") from error
+    return await _decoded(request, data) if ENCODING_HEADER in request.headers else data
 
 
-def undecodable_body() -> InvalidRequestError:
-    """The body is not compressed as its header says."""
-    return InvalidRequestError(f"the body cannot be decoded as its {ENCODING_HEADER} says", param=ENCODING_HEADER)
+async def _decoded(request: web.Request, data: bytes) -> bytes:
+    limit = request.client_max_size
+    encoding = ", ".join(request.headers.getall(ENCODING_HEADER))
+    try:
+        # On a thread: megabytes can come of few bytes.
+        return await asyncio.to_thread(decoded, data, encoding, limit)
+    except TooLargeError:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=limit + 1) from None
 
 
 async def _slowly(request: web.Request) -> bytes:
