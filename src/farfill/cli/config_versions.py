@@ -17,6 +17,7 @@ from farfill.gateway.reload import applies, changed_keys
 from farfill.registry.configs import ConfigChange, config_history, config_version, current_config, put_config
 from farfill.registry.records import ConfigRecord
 from farfill.registry.remote import RemoteStore
+from farfill.registry.store import StoreError
 
 
 def apply(
@@ -25,12 +26,13 @@ def apply(
     reason: Reason = "",
 ) -> None:
     """Put a cluster file in force on all gateways, as far as is safe while they run; the rest is named."""
-    found = load_config(file).config
+    found, own = load_config(file).config, load_config(config).config
+    _check_cluster(found, own, str(file))
     text = file.read_text(encoding="utf-8")
 
     async def write(store: RemoteStore) -> None:
         before = await current_config(store)
-        old = load_config(config).config if before is None else _parsed(before)
+        old = own if before is None else _parsed(before)
         await _put(store, text, old, found, reason)
 
     with_store(config, write)
@@ -74,7 +76,10 @@ def diff(
             raise InvalidRequestError(f"version {after.version} is the first one: there is nothing before it")
         return await config_version(store, wanted), after
 
-    before, after = with_store(config, read)
+    try:
+        before, after = with_store(config, read)
+    except StoreError as error:  # exit code 1 says that they differ
+        raise InvalidRequestError(f"nothing could be compared: {error}") from error
     if text:
         names = [f"version {record.version}" if record.version else record.author for record in (before, after)]
         lines = difflib.unified_diff(before.text.splitlines(), after.text.splitlines(), names[0], names[1], lineterm="")
@@ -93,6 +98,7 @@ def rollback(
     reason: Reason = "",
 ) -> None:
     """Put an earlier version in force again, on all gateways at once."""
+    own = load_config(config).config
 
     async def write(store: RemoteStore) -> None:
         current = await current_config(store)
@@ -100,6 +106,7 @@ def rollback(
         if current is None or not wanted:
             raise InvalidRequestError("there is no earlier version to go back to")
         former = await config_version(store, wanted)
+        _check_cluster(_parsed(former), own, f"version {wanted}")
         why = f"rollback to {wanted}" + (f": {reason}" if reason else "")
         await _put(store, former.text, _parsed(current), _parsed(former), why)
 
@@ -112,6 +119,16 @@ def differences(old: ClusterConfig, new: ClusterConfig) -> list[str]:
         f"{key}: {_shown(old, key)} -> {_shown(new, key)}{'' if applies(key) else '  (needs a restart)'}"
         for key in changed_keys(old, new)
     ]
+
+
+def _check_cluster(new: ClusterConfig, own: ClusterConfig, where: str) -> None:
+    """Raises InvalidRequestError when `new` is of another cluster: no certificate of this one would count there."""
+    if new.cluster != own.cluster:
+        raise InvalidRequestError(
+            f"{where}: cluster is {new.cluster!r}, but this cluster is {own.cluster!r}; its name is part of every"
+            f" certificate and cannot be changed while it runs: write cluster: {own.cluster}",
+            param="cluster",
+        )
 
 
 async def _put(store: RemoteStore, text: str, old: ClusterConfig, new: ClusterConfig, reason: str) -> None:
