@@ -13,7 +13,8 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from farfill.config.secrets import resolve_secret
-from farfill.core.errors import ConfigError, FarfillError
+from farfill.core.errors import ConfigError, FarfillError, InvalidRequestError
+from farfill.transport.call_errors import call_error_text
 
 TIMEOUT_S = 10.0
 
@@ -53,9 +54,24 @@ class AdminClient:
             ):
                 answer = json.loads(await response.read() or b"{}")
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
-            text = str(error) or type(error).__name__
-            raise FarfillError(f"{self.url}: {text}", reason="unreachable", retryable=True) from error
-        if response.status >= 400:
-            told = answer.get("error", {}) if isinstance(answer, dict) else {}
-            raise FarfillError(told.get("message", f"status {response.status}"), reason=told.get("code", "failed"))
+            raise FarfillError(f"{self.url}: {_unanswered(error)}", reason="unreachable", retryable=True) from error
+        if not isinstance(answer, dict) or response.status >= 300:
+            raise _refused(self.url, response.status, answer)
         return answer
+
+
+def _unanswered(error: Exception) -> str:
+    if isinstance(error, ValueError) and not isinstance(error, aiohttp.ClientError):
+        return "what answers there is no admin API; is it admin.listen of a gateway?"
+    return call_error_text(error, TIMEOUT_S, "say with --admin-ca file:PATH which CA signed it")
+
+
+def _refused(url: str, status: int, answer: object) -> FarfillError:
+    """What the gateway said; of a wrong call in the words it has here."""
+    told = answer.get("error") if isinstance(answer, dict) else None
+    if not isinstance(told, dict):
+        return FarfillError(f"{url}: answered with status {status}, and no word why", reason="failed")
+    message, reason = str(told.get("message", f"status {status}")), str(told.get("code", "failed"))
+    if status in (400, 404):
+        return InvalidRequestError(message, reason=reason)
+    return FarfillError(message, reason=reason)

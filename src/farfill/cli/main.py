@@ -23,7 +23,7 @@ from farfill.cli.top import top
 from farfill.cli.up import up
 from farfill.cli.version import version
 from farfill.cli.worker import worker
-from farfill.core.errors import ConfigError, FarfillError
+from farfill.core.errors import ConfigError, FarfillError, InvalidRequestError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -57,7 +57,7 @@ def main() -> None:
     """Entry point of the `farfill` script."""
     try:
         app()
-    except ConfigError as error:
+    except (ConfigError, InvalidRequestError) as error:
         _complain(error, 2)
     except FarfillError as error:
         _complain(error, 1)

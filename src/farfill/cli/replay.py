@@ -21,7 +21,7 @@ def replay(
     file: Annotated[Path, typer.Argument(help="A decision log (gateway.decision_log).")],
     show: Annotated[int, typer.Option(min=0, help="How many decisions that differ are shown.")] = MAX_SHOWN,
 ) -> None:
-    """Decide everything in FILE again, after FILE.1 if there is one. Exit code 1 when any decision differs."""
+    """Decide everything in FILE again, after FILE.1 if there is one. Exit code 1: any decision differs."""
     counts: Counter[str] = Counter()
     differing: list[Replayed] = []
     differ = 0
@@ -60,7 +60,8 @@ def _replayed(file: Path) -> Iterator[Replayed]:
 
 
 def _again(line: bytes, where: str) -> Replayed:
+    """Exit code 1 says that a decision differs, so a line that is none is told as a wrong call."""
     try:
         return replay_line(line)
     except ProtocolError as error:
-        raise ProtocolError(f"{where}: {error}") from error
+        raise InvalidRequestError(f"{where}: {error}") from error

@@ -104,7 +104,7 @@ def _read_file(path: Path, *, private: bool) -> bytes:
     try:
         with path.open("rb") as file:
             if private and stat.S_IMODE(os.fstat(file.fileno()).st_mode) & stat.S_IROTH:
-                raise ConfigError(f"{path}: a private key that everyone can read; run: chmod 600 {path}")
+                raise ConfigError(f"{path}: a secret that everyone can read; run: chmod 600 {path}")
             return file.read()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error

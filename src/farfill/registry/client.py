@@ -22,6 +22,7 @@ from farfill.core.cluster import Instance, InstanceState
 from farfill.core.errors import FarfillError, ProtocolError
 from farfill.registry.grace import Grace
 from farfill.registry.messages import encode, error_of, from_message, to_message
+from farfill.transport.call_errors import call_error_text
 from farfill.wire.control import CONTENT_TYPE, PROTOCOL_VERSION, VERSION_HEADER, InstancesReply, LeaseReply
 
 log = structlog.get_logger()
@@ -89,8 +90,10 @@ class RegistryCalls:
                     raise error_of(response.status, answer)
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             reason = "timeout" if isinstance(error, TimeoutError) else "unreachable"
-            text = str(error) or type(error).__name__
-            raise FarfillError(f"registry: {text}", reason=reason, retryable=True, side="registry") from error
+            text = call_error_text(error, timeout_s)
+            raise FarfillError(
+                f"registry {self._url}: {text}", reason=reason, retryable=True, side="registry"
+            ) from error
         return answer
 
     def succeeded(self) -> None:

@@ -78,6 +78,38 @@ def test_wrong_call_exits_2(monkeypatch, capsys):
     assert call(monkeypatch, "nonsense") == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["rollout", "set", "abc%"],
+        ["rollout", "set", "101%"],
+        ["rollout", "set", "nan%"],
+        ["rollout", "set", "10%", "--sticky", "foo"],
+        ["rollout", "set", "10%", "--reason", "r" * 501],
+        ["rollout", "worker", "set", "v", "abc%", "--role", "decode"],
+        ["keys", "create", "--scope", "root"],
+        ["keys", "create", "--expires", "0d"],
+        ["keys", "rotate", "short"],
+        ["replay", "no-such-file"],
+        ["replay", str(Path(__file__))],
+    ],
+    ids=" ".join,
+)
+def test_every_wrong_call_exits_2_in_one_line(monkeypatch, capsys, cluster_file: Path, arguments: list[str]):
+    config = [] if arguments[0] == "replay" else ["--config", str(cluster_file)]
+    assert call(monkeypatch, *arguments, *config) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("farfill: ")
+
+
+def test_configuration_of_another_cluster_is_not_applied(monkeypatch, capsys, cluster_file: Path, tmp_path: Path):
+    other = tmp_path / "other.yaml"
+    other.write_text("cluster: other\n" + cluster_file.read_text())
+    assert call(monkeypatch, "config", "apply", str(other), "--config", str(cluster_file)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"farfill: {other}: cluster is 'other', but this cluster is 'farfill'")
+
+
 def test_version_is_printed(monkeypatch, capsys):
     assert call(monkeypatch, "version") == 0
     assert capsys.readouterr().out.startswith("farfill ")
