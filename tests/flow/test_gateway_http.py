@@ -200,6 +200,24 @@ async def test_deeply_nested_json_is_400(gateway: Harness) -> None:
     assert answer["error"]["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize(
+    ("prompts", "n"),
+    [(128, 2), (2, 65), (128, 128), (43, 3)],
+)
+async def test_choices_of_one_request_are_bounded(gateway: Harness, prompts: int, n: int) -> None:
+    asked = {"model": "tiny", "prompt": ["hi"] * prompts, "n": n, "max_tokens": 1}
+    status, body, _ = await gateway.post(COMPLETIONS, asked)
+    assert status == 400
+    assert_error(body, code="invalid_request", param="n", contains=f"{prompts} prompts times n: {n}")
+    assert not gateway.decode.decodes
+
+
+async def test_as_many_choices_as_are_allowed_come(gateway: Harness) -> None:
+    status, body, _ = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": ["a", "b"], "n": 64, "max_tokens": 1})
+    assert status == 200, body
+    assert len(body["choices"]) == 128
+
+
 async def test_large_body_is_413(gateway: Harness) -> None:
     status, body, _ = await gateway.post(CHAT, b" " * (2 << 20))
     assert status == 413

@@ -43,6 +43,8 @@ from farfill.policy.offload import Forced
 from farfill.wire.control import MAX_TEXT_BYTES
 
 MAX_PROMPTS = 128
+MAX_CHOICES = 128
+"""Of one request: its prompts times `n`. Each is a sequence in a worker's batch, but the request counts as one."""
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -285,6 +287,12 @@ class GenerateHandler:
         given = parse_prompts(body.prompt)
         if len(given) > MAX_PROMPTS:
             raise InvalidRequestError(f"{len(given)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
+        if len(given) * sampling.n > MAX_CHOICES:
+            raise InvalidRequestError(
+                f"{len(given)} prompts times n: {sampling.n} are {len(given) * sampling.n} choices in one request, at most"
+                f" {MAX_CHOICES}; lower n or send fewer prompts",
+                param="n",
+            )
         prompts: list[Prompt] = []
         texts: list[str] = []
         for prompt in given:
