@@ -13,12 +13,12 @@ TenantName = Annotated[str, Field(pattern=r"^(\*|[A-Za-z0-9][A-Za-z0-9._-]{0,127
 
 class TenantConfig(Section):
     requests_per_s: float = Field(
-        default=0.0, ge=0, description="Requests a second over all gateways, then 429; 0: not limited."
+        default=0.0, ge=0, description="Requests a second over all gateway processes, then 429; 0: not limited."
     )
     tokens_per_s: float = Field(
         default=0.0,
         ge=0,
-        description="Prompt and output tokens a second over all gateways, then 429; 0: not limited.",
+        description="Prompt and output tokens a second over all gateway processes, then 429; 0: not limited.",
     )
     burst_s: float = Field(default=10.0, gt=0, le=3600, description="Seconds of both rates that may come at once.")
     weight: float = Field(default=1.0, gt=0, description="Share of the queue's turns.")

@@ -33,5 +33,6 @@ def _certificate_text(error: Exception, trust: str) -> str:
 def _os_text(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
         return error.reason or "TLS failed"
-    # Negative numbers are those of name resolution.
-    return os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error) or type(error).__name__
+    if error.errno is not None and error.errno > 0:  # negative ones are those of name resolution
+        return os.strerror(error.errno)
+    return error.strerror or str(error) or type(error).__name__
