@@ -22,6 +22,7 @@ _INVALID_STATUS = {
     "method_not_allowed": 405,
     "body_too_slow": 408,
     "body_too_large": 413,
+    "expectation_failed": 417,
 }
 
 
@@ -81,6 +82,10 @@ class KeysUnavailableError(UnavailableError):
     reason = "keys_unavailable"
 
 
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
+"""Of an error: it names what the client sent, which may be a book."""
+
 _STATUS = ((UnauthorisedError, 401), (ForbiddenError, 403), (OverloadedError, 429), (DeadlineError, 504))
 
 
@@ -123,7 +128,14 @@ def envelope(error: FarfillError) -> ErrorEnvelope:
     else:
         kind = "server_error"
     param = error.param if isinstance(error, InvalidRequestError) else None
-    return ErrorEnvelope(ErrorDetail(message=str(error), type=kind, param=param, code=error.reason))
+    message = _shortened(str(error), MAX_MESSAGE_CHARS)
+    param = None if param is None else _shortened(param, MAX_PARAM_CHARS)
+    return ErrorEnvelope(ErrorDetail(message=message, type=kind, param=param, code=error.reason))
+
+
+def _shortened(text: str, limit: int) -> str:
+    """Without its middle: what was sent comes first, what to do about it last."""
+    return text if len(text) <= limit else f"{text[: limit // 2]} … {text[3 - limit // 2 :]}"
 
 
 def error_response(error: FarfillError, headers: Mapping[str, str] | None = None) -> web.Response:

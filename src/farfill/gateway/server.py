@@ -10,6 +10,7 @@ from typing import cast
 
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import InvalidURLError
 from aiohttp.typedefs import Middleware
 
 from farfill.core.errors import InvalidRequestError
@@ -56,7 +57,15 @@ def _shortened(paths: Mapping[str, Handler], application: Handler) -> Callable[[
         assert isinstance(request, web.Request)
         found = paths.get(request.path) if request.method == "POST" else None
         if found is None or "Expect" in request.headers:
-            return await application(request)
+            try:
+                return await application(request)
+            except web.HTTPExpectationFailed:  # before any middleware
+                expected = request.headers["Expect"]
+                text = f"Expect: {expected} is not understood here; only 100-continue is"
+                error = InvalidRequestError(text, reason="expectation_failed")
+                response = error_response(error, {HEADER: uuid.uuid4().hex})
+                response.force_close()  # the body may come, or not
+                return response
         response = await found(request)
         if not isinstance(response, Answer):  # no signal will do it
             await tell_request_id(request, response)
@@ -90,14 +99,16 @@ class _Connection(web.RequestHandler):
         """A client's malformed HTTP is an answer, not an error in our log. The connection ends with it."""
         if status >= 500 or request.writer.output_size > 0:
             return super().handle_error(request, status, exc, message)
-        error, request_id = _client_fault(message or ""), uuid.uuid4().hex
+        error, request_id = _client_fault(exc, message or ""), uuid.uuid4().hex
         log.info("malformed_request", request_id=request_id, remote=request.remote, error=str(error))
         response = error_response(error, {HEADER: request_id})
         response.force_close()
         return response
 
 
-def _client_fault(message: str) -> InvalidRequestError:
+def _client_fault(exc: BaseException | None, message: str) -> InvalidRequestError:
+    if isinstance(exc, InvalidURLError):
+        return InvalidRequestError("the request's target is not a path", reason="bad_request")
     # Only the first line: what follows repeats the client's bytes.
     told = message.strip().splitlines()[:1]
     return InvalidRequestError(told[0].rstrip(": ") if told else "malformed HTTP request", reason="bad_request")

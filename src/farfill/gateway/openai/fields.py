@@ -7,6 +7,7 @@ its value asks for nothing; everything else is unknown and refused with the near
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -63,6 +64,24 @@ _ELSEWHERE = {
 """Fields of the other endpoint: the field that tells the endpoint asked, and what to say there."""
 
 
+MAX_HARMLESS_DEPTH = 100
+MAX_NAME_CHARS = 64
+_BRACKET = re.compile(rb'\\.|["\[\]{}]')
+_SURROGATE = re.compile(
+    rb"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<lone>\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
+)
+"""Escaped backslashes and whole pairs are matched first, so that `lone` is what is left."""
+
+
+def not_json(body: bytes, error: Exception) -> InvalidRequestError:
+    """The error for a body that does not decode; the decoder's own words mislead for half a character."""
+    lone = next((found["lone"] for found in _SURROGATE.finditer(body) if found["lone"]), None)
+    told = str(error)
+    if lone is not None and ("truncated" in told or "surrogate" in told or "escape" in told):
+        told = f"a string has the lone surrogate {lone.decode('ascii')}, which is half of a character"
+    return InvalidRequestError(f"the body is not valid JSON: {told}", reason="invalid_json")
+
+
 def decode_object(body: bytes) -> dict[str, msgspec.Raw]:
     """The top level of a JSON object. Raises InvalidRequestError for anything else."""
     try:
@@ -70,13 +89,16 @@ def decode_object(body: bytes) -> dict[str, msgspec.Raw]:
     except msgspec.ValidationError as error:
         raise InvalidRequestError("the body must be a JSON object", reason="invalid_json") from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", reason="invalid_json") from error
+        raise not_json(body, error) from error
 
 
 def check_fields(found: Mapping[str, msgspec.Raw], used: Collection[str]) -> None:
     """Raises InvalidRequestError for the first field of `found` that is unknown or asks for the impossible."""
     for name, raw in found.items():
-        if name in used or name in HARMLESS:
+        if name in used:
+            continue
+        if name in HARMLESS:
+            _check_depth(name, bytes(raw))
             continue
         if name not in UNSUPPORTED:
             raise InvalidRequestError(_unknown(name, used), param=name, reason="unknown_field")
@@ -90,7 +112,26 @@ def check_fields(found: Mapping[str, msgspec.Raw], used: Collection[str]) -> Non
             raise InvalidRequestError(f"{name} is not supported here", param=name, reason="unsupported")
 
 
+def _check_depth(name: str, raw: bytes) -> None:
+    """What has no effect need not be decoded; strings may hold brackets, so only many of them are looked at."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_HARMLESS_DEPTH:
+        return
+    depth, inside = 0, False
+    for token in _BRACKET.finditer(raw):
+        text = token[0]
+        if text == b'"':
+            inside = not inside
+        elif not inside and text in b"[{":
+            depth += 1
+            if depth > MAX_HARMLESS_DEPTH:
+                raise InvalidRequestError(f"{name} is nested more than {MAX_HARMLESS_DEPTH} levels deep", param=name)
+        elif not inside and text in b"]}":
+            depth -= 1
+
+
 def _unknown(name: str, used: Collection[str]) -> str:
+    if len(name) > MAX_NAME_CHARS:
+        return f"unknown field {name[:MAX_NAME_CHARS]!r}…"
     instead, hint = _ELSEWHERE.get(name, ("", ""))
     if instead in used:
         return f"{name!r} {hint}"

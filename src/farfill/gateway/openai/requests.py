@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from farfill.core.errors import InvalidRequestError
-from farfill.gateway.openai.fields import check_fields, decode_object
+from farfill.gateway.openai.fields import check_fields, decode_object, not_json
 from farfill.gateway.openai.tools import NamedChoice, ToolBody
 
 Request = TypeVar("Request", bound=msgspec.Struct)
@@ -246,7 +246,7 @@ def _decode(body: bytes, kind: type[Request]) -> Request:
         where = f"{param}: " if param else ""
         raise InvalidRequestError(f"{where}{_plain(error)}", param=param) from error
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the body is not valid JSON: {error}", reason="invalid_json") from error
+        raise not_json(body, error) from error
 
 
 def _plain(error: Exception) -> str:
