@@ -20,6 +20,16 @@ from support.gateway_harness import Harness, running_gateway
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 GOOD = json.dumps({"model": "tiny", "prompt": "hi", "max_tokens": 1}).encode()
+CALL_ID = "messages[0].tool_call_id"
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth - 1):
+        value = [value]
+    return value
+
+
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -97,6 +107,18 @@ SCHEMA_PARAM = "response_format.json_schema.schema"
         ({"stop": [""]}, "invalid_request", "stop", ""),
         ({"stop": ["a"] * 17}, "invalid_request", "stop", "17"),
         ({"logit_bias": {"9999": 1}}, "invalid_request", "logit_bias", "9999"),
+        *(
+            ({"logit_bias": {key: 1}}, "invalid_request", "logit_bias", "not a token id")
+            for key in ("\uff11", "\u0665", "9" * 5000, "0" * 30, "+1", " 1", "1_0", "")
+        ),
+        *(
+            ({name: nested(200)}, "invalid_request", name, "nested")
+            for name in ("metadata", "store", "prompt_cache_key", "safety_identifier", "service_tier")
+        ),
+        *(
+            ({"messages": [{"role": "tool", "content": "x", **fields}]}, "invalid_request", CALL_ID, "missing")
+            for fields in ({}, {"tool_call_id": None}, {"tool_call_id": ""})
+        ),
         ({"top_logprobs": 2}, "invalid_request", "top_logprobs", "logprobs: true"),
         ({"logprobs": True, "top_logprobs": 21}, "invalid_request", "top_logprobs", ""),
         ({"stop_token_ids": [-1]}, "invalid_request", "stop_token_ids", ""),
@@ -201,6 +223,55 @@ async def test_deeply_nested_json_is_400(gateway: Harness) -> None:
 
 
 @pytest.mark.parametrize(
+    ("fields", "status"),
+    [
+        ({"model": "m" * 100_000}, 404),
+        ({"x" * 100_000: 1}, 400),
+        ({"messages": [{"role": "r" * 100_000, "content": "x"}]}, 400),
+        ({"messages": [{"role": "user", "content": [{"type": "t" * 100_000}]}]}, 400),
+        ({"response_format": {"type": "f" * 100_000}}, 400),
+        ({"logit_bias": {"b" * 100_000: 1}}, 400),
+        ({"tools": TOOLS, "tool_choice": "c" * 100_000}, 400),
+    ],
+)
+async def test_error_does_not_echo_a_book(gateway: Harness, fields: dict[str, Any], status: int) -> None:
+    asked = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], **fields}
+    got, body, _ = await gateway.post(CHAT, asked)
+    assert got == status, body
+    assert len(json.dumps(body)) < 3000
+
+
+async def test_what_has_no_effect_may_have_brackets_and_depth(gateway: Harness) -> None:
+    fields = {"metadata": {"a": "[{" * 500, 'b"': '\\"[' * 200, "c": [[], {}] * 200}, "store": nested(90)}
+    status, body, _ = await gateway.post(COMPLETIONS, {"model": "tiny", "prompt": "x", "max_tokens": 1, **fields})
+    assert status == 200, body
+
+
+@pytest.mark.parametrize("text", ["\\ud800", "a\\udc00b", "\\ud800\\u0041", "\\udfff\\ud800", "\\\\\\ud900"])
+@pytest.mark.parametrize("field", ["stop", "prompt", "metadata"])
+async def test_half_a_character_is_told_as_such(gateway: Harness, field: str, text: str) -> None:
+    rest = "" if field == "prompt" else '"prompt": "x", '
+    body = f'{{"model": "tiny", {rest}"{field}": "{text}"}}'.encode()
+    status, answer, _ = await gateway.post(COMPLETIONS, body)
+    assert status == 400
+    assert_error(answer, code="invalid_json", param=None, contains="lone surrogate")
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/v1/models", "/nowhere"])
+@pytest.mark.parametrize("expect", ["200-ok", "x", "100-continue, x"])
+async def test_expectation_that_is_not_understood_has_the_same_shape(gateway: Harness, path: str, expect: str) -> None:
+    status, body, response = await gateway.post(path, GOOD, Expect=expect)
+    assert status == 417
+    assert_error(body, code="expectation_failed", param=None, contains=expect)
+    assert response.headers["X-Request-Id"]
+
+
+async def test_continue_may_be_expected(gateway: Harness) -> None:
+    status, body, _ = await gateway.post(COMPLETIONS, GOOD, Expect="100-continue")
+    assert status == 200, body
+
+
+@pytest.mark.parametrize(
     ("prompts", "n"),
     [(128, 2), (2, 65), (128, 128), (43, 3)],
 )
@@ -287,6 +358,7 @@ async def test_body_that_is_large_when_decoded_is_413(gateway: Harness) -> None:
         b"GET /" + b"a" * 10_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nX-Long: " + b"a" * 10_000 + b"\r\n\r\n",
         b"not http at all\r\n\r\n",
+        b"GET * HTTP/1.1\r\nHost: x\r\n\r\n",
     ],
 )
 async def test_malformed_http_is_400_in_the_same_shape_and_no_error_of_ours(
@@ -305,7 +377,7 @@ async def test_malformed_http_is_400_in_the_same_shape_and_no_error_of_ours(
     assert head.startswith(b"HTTP/1.1 400 ") or head.startswith(b"HTTP/1.0 400 ")
     assert b"\r\nx-request-id: " in head.lower()
     assert_error(json.loads(answer), code="bad_request", param=None)
-    assert json.loads(answer)["error"]["message"]
+    assert " " in json.loads(answer)["error"]["message"]
     assert [r for r in caplog.records if r.levelno >= logging.ERROR] == []
 
 

@@ -46,6 +46,10 @@ def _message(message: ChatMessageBody, where: str, images: list[ImageRef] | None
             )
     if message.tool_calls and role != "assistant":
         raise InvalidRequestError(f"{where}: only an assistant has tool_calls", param=f"{where}.tool_calls")
+    if role == "tool" and not message.tool_call_id:
+        raise InvalidRequestError(
+            f"{where}.tool_call_id is missing: which call does it answer?", param=f"{where}.tool_call_id"
+        )
     if message.tool_call_id and role != "tool":
         raise InvalidRequestError(f"{where}: only role 'tool' has a tool_call_id", param=f"{where}.tool_call_id")
     rendered: dict[str, Any] = {"role": role, "content": _content(message, where, images)}
@@ -54,7 +58,7 @@ def _message(message: ChatMessageBody, where: str, images: list[ImageRef] | None
             _tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(message.tool_calls)
         ]
     if role == "tool":
-        rendered |= {"tool_call_id": message.tool_call_id or "", "name": message.name or ""}
+        rendered |= {"tool_call_id": message.tool_call_id, "name": message.name or ""}
     reasoning = message.reasoning_content or message.reasoning
     if reasoning and role == "assistant":
         rendered["reasoning_content"] = reasoning

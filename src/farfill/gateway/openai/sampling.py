@@ -18,6 +18,7 @@ MAX_BAD_WORD_CHARS = 256
 COMPLETION_MAX_TOKENS = 16
 _DEFAULTS = SamplingParams()
 MAX_CHECKED = 1024
+MAX_ID_DIGITS = 20
 _given = attrgetter(
     "min_tokens",
     "stop_token_ids",
@@ -200,8 +201,10 @@ def _stop(stop: str | list[str] | None) -> tuple[str, ...]:
 def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     parsed: dict[int, float] = {}
     for key, value in bias.items():
-        if not key.isdecimal() or int(key) >= vocab_size:
-            raise InvalidRequestError(f"logit_bias: {key!r} is not a token id below {vocab_size}", param="logit_bias")
+        if not (key.isascii() and key.isdecimal() and len(key) <= MAX_ID_DIGITS) or int(key) >= vocab_size:
+            raise InvalidRequestError(
+                f"logit_bias: {key[:MAX_ID_DIGITS]!r} is not a token id below {vocab_size}", param="logit_bias"
+            )
         _within("logit_bias", value, -100, 100)
         parsed[int(key)] = value
     return parsed
