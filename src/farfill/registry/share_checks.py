@@ -13,6 +13,7 @@ from farfill.registry.rollouts import ANY, ShareKey, share_key, share_of, versio
 from farfill.registry.store import Store
 
 MAX_REASON_CHARS = 500
+MAX_MODEL_CHARS = 256
 _TENANT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
@@ -33,10 +34,10 @@ async def check_share(store: Store, key: ShareKey, models: Collection[str]) -> N
         raise InvalidRequestError(
             f"{tenant[:64]!r} is no tenant: letters, digits and ._-, or {ANY} for all", param="tenant"
         )
-    if model == ANY or model in models or await store.get(share_key(*key)) is not None:
+    if model == ANY or model in models:
         return
     known = sorted({*models, *(found for found, _ in await _running(store))})
-    if model not in known:
+    if model not in known and (len(model) > MAX_MODEL_CHARS or await store.get(share_key(*key)) is None):
         raise InvalidRequestError(
             f"no model {model[:64]!r} is served; there are: {', '.join(known)}, or {ANY} for all", param="model"
         )

@@ -23,16 +23,17 @@ def call_error_text(error: Exception, timeout_s: float, trust: str = "") -> str:
 
 
 def _certificate_text(error: Exception, trust: str) -> str:
-    why = error.verify_message if isinstance(error, ssl.SSLCertVerificationError) else str(error)
-    text = f"its certificate is not accepted: {why}"
-    if isinstance(error, ssl.SSLCertVerificationError) and error.verify_code in _OTHER_NAME:
+    # Those that OpenSSL did not raise, such as for another identity, have neither a message of it nor a code.
+    own = error.args[0] if len(error.args) == 1 else error
+    text = f"its certificate is not accepted: {getattr(error, 'verify_message', '') or own}"
+    if not trust or getattr(error, "verify_code", 0) in _OTHER_NAME:
         return text
-    return f"{text}; {trust}" if trust else text
+    return f"{text}; {trust}"
 
 
 def _os_text(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
-        return error.reason or "TLS failed"
+        return f"TLS failed ({error.reason.replace('_', ' ').lower()})" if error.reason else "TLS failed"
     if error.errno is not None and error.errno > 0:  # negative ones are those of name resolution
         return os.strerror(error.errno)
     return error.strerror or str(error) or type(error).__name__
