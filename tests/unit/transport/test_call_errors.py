@@ -8,10 +8,11 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp.client_reqrep import ConnectionKey
 
 from farfill.transport.call_errors import call_error_text
 
-KEY: Any = aiohttp.client_reqrep.ConnectionKey("h", 1, True, ssl.create_default_context(), None, None, None)
+KEY: Any = ConnectionKey("h", 1, True, ssl.create_default_context(), None, None, None)
 TRUST = "name its CA"
 
 
