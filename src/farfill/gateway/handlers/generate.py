@@ -287,10 +287,11 @@ class GenerateHandler:
         given = parse_prompts(body.prompt)
         if len(given) > MAX_PROMPTS:
             raise InvalidRequestError(f"{len(given)} prompts in one request, at most {MAX_PROMPTS}", param="prompt")
-        if len(given) * sampling.n > MAX_CHOICES:
+        choices = len(given) * sampling.n
+        if choices > MAX_CHOICES:
             raise InvalidRequestError(
-                f"{len(given)} prompts times n: {sampling.n} are {len(given) * sampling.n} choices in one request, at most"
-                f" {MAX_CHOICES}; lower n or send fewer prompts",
+                f"{len(given)} prompts times n: {sampling.n} are {choices} choices in one request, at most {MAX_CHOICES};"
+                " lower n or send fewer prompts",
                 param="n",
             )
         prompts: list[Prompt] = []
