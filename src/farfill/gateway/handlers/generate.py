@@ -290,8 +290,8 @@ class GenerateHandler:
         choices = len(given) * sampling.n
         if choices > MAX_CHOICES:
             raise InvalidRequestError(
-                f"{len(given)} prompts times n: {sampling.n} are {choices} choices in one request, at most {MAX_CHOICES};"
-                " lower n or send fewer prompts",
+                f"{len(given)} prompts times n: {sampling.n} are {choices} choices in one request, at most"
+                f" {MAX_CHOICES}; lower n or send fewer prompts",
                 param="n",
             )
         prompts: list[Prompt] = []
