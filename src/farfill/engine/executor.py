@@ -7,7 +7,7 @@ thread at a time, except `allocate`, `place` and `read`, which any thread may ca
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -22,11 +22,12 @@ class Capabilities:
     """What a model can do exactly and fast, as found when it was checked; the rest it does exactly and slowly.
 
     Without `chunked_prefill` every prefill chunk after the first is computed token by token; without `merged_decode`
-    the sequences of a batch are decoded one after the other within a step.
+    the sequences of a batch are decoded one after the other within a step. `remarks` say why, to be logged.
     """
 
     chunked_prefill: bool = True
     merged_decode: bool = True
+    remarks: tuple[str, ...] = field(default=(), compare=False)
 
 
 class SequenceKV(Protocol):

@@ -163,7 +163,13 @@ def _ragged_attention(
     packed = query.reshape(batch, kv_heads, heads // kv_heads, dim)
     if ragged and key.readable and query.dtype is key.dtype and not by_formula:
         output = kernels.attend(
-            packed, key.addresses, value.addresses, key.counts, value_dim=value.shape[1], scale=scale
+            packed,
+            key.addresses,
+            value.addresses,
+            key.counts,
+            row_bytes=(key.row_bytes, value.row_bytes),
+            value_dim=value.shape[1],
+            scale=scale,
         )
         return output.view(batch, 1, heads, -1)
     keys, values = _split(key), _split(value)

@@ -75,7 +75,8 @@ def prepare(dtype: torch.dtype) -> None:
         rows = torch.zeros((1, 1, 1, LANES), dtype=dtype)
         at = np.array([rows.data_ptr()], np.int64)
         put(rows, at)
-        attend(rows, at, at, np.ones(1, np.int64), value_dim=LANES, scale=1.0)
+        row_bytes = LANES * dtype.itemsize, LANES * dtype.itemsize
+        attend(rows, at, at, np.ones(1, np.int64), row_bytes=row_bytes, value_dim=LANES, scale=1.0)
 
 
 def put(source: torch.Tensor, targets: Addresses) -> None:
@@ -85,11 +86,19 @@ def put(source: torch.Tensor, targets: Addresses) -> None:
 
 
 def attend(
-    query: torch.Tensor, keys: Addresses, values: Addresses, tokens: Addresses, *, value_dim: int, scale: float
+    query: torch.Tensor,
+    keys: Addresses,
+    values: Addresses,
+    tokens: Addresses,
+    *,
+    row_bytes: tuple[int, int],
+    value_dim: int,
+    scale: float,
 ) -> torch.Tensor:
     """Softmax(q kᵀ · scale) v of one new token per sequence, over `tokens` rows from `keys` and `values` on.
 
-    `query` [sequences, KV heads, heads of one KV head, dim]; rows are [KV heads, dim] of its type, one after the other.
+    `query` [sequences, KV heads, heads of one KV head, dim]; rows are [KV heads, dim] of its type. `row_bytes` lie
+    between the beginnings of a key's row and the next, and of a value's: more than a row has where it is a rank's part.
     Returns [sequences, KV heads, heads of one KV head, value_dim].
     """
     query = query.contiguous()
@@ -103,6 +112,7 @@ def attend(
         values,
         tokens,
         (kv_heads, group, dim, value_dim),
+        row_bytes,
         np.float32(scale),
         output.data_ptr(),
     )
@@ -258,6 +268,7 @@ def _attend(
     values: Any,
     tokens: Any,
     shape: tuple[int, int, int, int],
+    row_bytes: tuple[int, int],
     factor: Any,
     output: int,
     scratch: int,
@@ -273,10 +284,10 @@ def _attend(
         key, value = keys[b] + h * dim * size, values[b] + h * value_dim * size
         for g in range(group):
             _load_head(head, like, size, query + (unit * group + g) * dim * size, dim, factor)
-            _score(scores, count, head, dim, like, size, key, kv_heads * dim * size)
+            _score(scores, count, head, dim, like, size, key, row_bytes[0])
             # Whole vectors of scores: those past the last token weigh nothing.
             for t in range(count, count + LANES):
                 store_float(scores + 4 * t, _BELOW)
             share = _soften(scores, count)
             out = output + (unit * group + g) * value_dim * size
-            _weigh(scores, count, share, value_dim, like, size, value, kv_heads * value_dim * size, out)
+            _weigh(scores, count, share, value_dim, like, size, value, row_bytes[1], out)

@@ -44,6 +44,7 @@ class ModelCheck:
     @torch.inference_mode()
     def __init__(self, net: Any) -> None:
         self._name = type(net).__name__
+        self._remarks: list[str] = []
         vocab_size = net.get_input_embeddings().weight.shape[0]
         self._prompt = [(37 + 101 * i) % vocab_size for i in range(_TOKENS)]
         ids = torch.tensor([self._prompt], device=net.device)
@@ -66,9 +67,10 @@ class ModelCheck:
         self._require("token by token", own, self._expected, self._logits_tolerance)
         # The same steps over the same numbers: nothing rounds differently.
         self._require("from moved KV", self._decoded(executor, _move(executor, whole)), own, _MOVED_TOLERANCE)
-        executor.capabilities = Capabilities(
+        executor.capabilities = found = Capabilities(
             chunked_prefill=self._can_chunk(executor, whole), merged_decode=self._can_merge(executor, whole)
         )
+        executor.capabilities = replace(found, remarks=tuple(self._remarks))
         return executor.capabilities
 
     def _can_chunk(self, executor: TorchExecutor, whole: TorchKV) -> bool:
@@ -77,10 +79,9 @@ class ModelCheck:
         difference = self._kv_difference(whole, self._prefilled(executor, *cuts))
         if difference <= self._kv_tolerance:
             return True
-        _log.warning(
-            "%s is prefilled token by token after the first chunk: at once, its KV differs by %.3g of its size",
-            self._name,
-            difference,
+        self._remark(
+            "is prefilled token by token after the first chunk: at once, "
+            f"its KV differs by {difference:.3g} of its size"
         )
         executor.capabilities = replace(executor.capabilities, chunked_prefill=False)
         chunks = self._prefilled(executor, *cuts)
@@ -118,12 +119,17 @@ class ModelCheck:
         try:
             together = executor.decode(list(zip(sequences, tokens, strict=True)))
         except Exception as error:
-            _log.info("%s is decoded one sequence at a time: %s", self._name, error)
+            self._remark(f"is decoded one sequence at a time: {error}")
             return False
         worst = max(map(self._difference, together, alone))
         if worst > self._logits_tolerance:
-            _log.info("%s is decoded one sequence at a time: in a batch, logits differ by %.3g", self._name, worst)
+            self._remark(f"is decoded one sequence at a time: in a batch, logits differ by {worst:.3g} of their spread")
         return worst <= self._logits_tolerance
+
+    def _remark(self, what: str) -> None:
+        """Tell of something that costs speed, now and at every later start."""
+        self._remarks.append(f"{self._name} {what}")
+        _log.warning("%s", self._remarks[-1])
 
     def _require(self, what: str, found: _Logits, expected: _Logits, tolerance: float) -> None:
         difference = self._difference(found, expected)
@@ -166,12 +172,16 @@ class CheckMemory:
         self._path = folder / f"{digest.hexdigest(length=16)}.json"
 
     def recall(self) -> Capabilities | None:
-        """The result of an earlier check, None when there is none that can be read."""
+        """The result of an earlier check, whose remarks are logged again; None when there is none that can be read."""
         try:
-            found = json.loads(self._path.read_text())
-            return Capabilities(**{name: bool(found[name]) for name in asdict(Capabilities())})
+            kept = json.loads(self._path.read_text())
+            remarks = tuple(str(remark) for remark in kept["remarks"])
+            found = Capabilities(bool(kept["chunked_prefill"]), bool(kept["merged_decode"]), remarks)
         except (OSError, ValueError, KeyError, TypeError):
             return None
+        for remark in remarks:
+            _log.warning("%s (found by an earlier check)", remark)
+        return found
 
     def remember(self, found: Capabilities) -> None:
         """Keep a result; a folder that cannot be written only costs the next start some time."""

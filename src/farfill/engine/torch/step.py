@@ -61,9 +61,14 @@ class RaggedRows:
     @property
     def addresses(self) -> npt.NDArray[np.int64]:
         """Where the first of them is, of each sequence."""
-        side, nbytes = self.side, self.rows[0].row_bytes[self.side]
+        side, nbytes = self.side, self.row_bytes
         firsts = [rows.addresses[side] + first * nbytes for rows, (first, _) in zip(self.rows, self.spans, strict=True)]
         return np.array(firsts, np.int64)
+
+    @property
+    def row_bytes(self) -> int:
+        """From one row to the next."""
+        return self.rows[0].row_bytes[self.side]
 
     def tensors(self) -> list[torch.Tensor]:
         """[1, heads, rows, dim] of each sequence."""

@@ -20,12 +20,18 @@ DTYPES = [torch.bfloat16, torch.float32]
 
 
 class Caches:
-    """Keys and values of sequences of some lengths, each in a buffer of its own that has more rows."""
+    """Keys and values of sequences of some lengths, each in a buffer of its own with more rows, and `others` heads."""
 
-    def __init__(self, lengths: list[int], heads: int, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    def __init__(
+        self, lengths: list[int], heads: int, dims: tuple[int, int], dtype: torch.dtype, *, others: int = 0
+    ) -> None:
         generator = torch.Generator().manual_seed(sum(lengths))
         self.buffers = [
-            [torch.randn((length + 3, heads, dim), generator=generator).to(dtype) for length in lengths] for dim in dims
+            [
+                torch.randn((length + 3, others + heads, dim), generator=generator).to(dtype)[:, others:]
+                for length in lengths
+            ]
+            for dim in dims
         ]
         self.lengths = lengths
         self.value_dim = dims[1]
@@ -34,7 +40,16 @@ class Caches:
         """Of `query` [all sequences, heads, group, dim], these; their rows begin at the second."""
         keys, values = (np.array([buffers[i][1:].data_ptr() for i in sequences], np.int64) for buffers in self.buffers)
         counts = np.array([self.lengths[i] for i in sequences], np.int64)
-        return kernels.attend(query[sequences], keys, values, counts, value_dim=self.value_dim, scale=scale)
+        row_bytes = [buffers[0].stride(0) * buffers[0].element_size() for buffers in self.buffers]
+        return kernels.attend(
+            query[sequences],
+            keys,
+            values,
+            counts,
+            row_bytes=(row_bytes[0], row_bytes[1]),
+            value_dim=self.value_dim,
+            scale=scale,
+        )
 
     def formula(self, query: torch.Tensor, scale: float = 0.3) -> torch.Tensor:
         """The same in float64, by torch."""
@@ -69,6 +84,16 @@ def test_attention_is_that_of_the_formula(dtype: torch.dtype, heads: int, group:
     query = query_of(caches, heads, group, dims[0], dtype)
     found = caches.attend(query, list(range(5)))
     tolerance = 1e-2 if dtype is torch.bfloat16 else 3e-6
+    torch.testing.assert_close(found.double(), caches.formula(query), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_may_hold_heads_of_others(dtype: torch.dtype) -> None:
+    """As on several ranks, each of which attends for its own heads of shared rows."""
+    caches = Caches([1, 2, 5, 64, 203], 2, (24, 16), dtype, others=3)
+    query = query_of(caches, 2, 2, 24, dtype)
+    tolerance = 1e-2 if dtype is torch.bfloat16 else 3e-6
+    found = caches.attend(query, list(range(5)))
     torch.testing.assert_close(found.double(), caches.formula(query), rtol=tolerance, atol=tolerance)
 
 
@@ -145,7 +170,10 @@ for dtype in (torch.bfloat16, torch.float32):
         for part in ([[i] for i in range(len(lengths))] if alone else [list(range(len(lengths)))]):
             places = [np.array([rows[i].data_ptr() for i in part]) for rows in (keys, values)]
             counts = np.array([lengths[i] for i in part])
-            found = kernels.attend(query[part], *places, counts, value_dim=value_dim, scale=dim**-0.5)
+            row_bytes = heads * dim * dtype.itemsize, heads * value_dim * dtype.itemsize
+            found = kernels.attend(
+                query[part], *places, counts, row_bytes=row_bytes, value_dim=value_dim, scale=dim**-0.5
+            )
             digest.update(found.view(torch.uint8).numpy().tobytes())
 print(digest.hexdigest(), sum(kernels._attend.stats.cache_hits.values()))
 """

@@ -103,6 +103,20 @@ def test_results_are_remembered_for_the_same_model_device_and_code_only(tmp_path
     assert CheckMemory(tmp_path / "new", "print", ("cuda", "auto")).recall() is None
 
 
+def test_what_costs_speed_is_logged_at_every_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attention, "_ragged_attention", lambda *args, **kwargs: torch.zeros_like(args[1]).mT)
+    memory = CheckMemory(tmp_path, "print", ())
+    memory.remember(check(make_model("llama"))[0])
+    for _ in range(2):
+        (said,) = caplog.records
+        assert said.levelname == "WARNING"
+        assert "LlamaForCausalLM is decoded one sequence at a time" in said.getMessage()
+        caplog.clear()
+        assert memory.recall() == Capabilities(merged_decode=False)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"chunked_prefill": true}'])
 def test_a_result_that_cannot_be_read_is_no_result(tmp_path: Path, content: str) -> None:
     memory = CheckMemory(tmp_path, "print", ())
