@@ -11,7 +11,7 @@ import structlog
 from hypothesis import settings
 
 # How long an example takes says how busy the machine is.
-settings.register_profile("farfill")
+settings.register_profile("farfill", deadline=None)
 settings.load_profile("farfill")
 
 MINIMAL_CLUSTER = """\

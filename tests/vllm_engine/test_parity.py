@@ -20,6 +20,7 @@ and_bfloat16 = pytest.mark.parametrize("pair", [*MODELS, BFLOAT16_MODEL], indire
 in_bfloat16 = pytest.mark.parametrize("pair", [BFLOAT16_MODEL], indirect=True)
 # Two steps of a logit between 4 and 8.
 BFLOAT16_TIE = 2 * 2**-5
+MOST_AT_A_TIE = 6
 
 
 def _block_tokens(pair: Pair) -> int:
@@ -66,7 +67,7 @@ def test_bfloat16_goes_on_as_one_vllm_goes_on(pair: Pair) -> None:
 @in_bfloat16
 def test_bfloat16_parts_from_a_prompt_in_one_go_at_ties_only(pair: Pair) -> None:
     """vLLM's kernel for prompts rounds a last token otherwise than the one for single tokens, and so parts from its own
-    text. Where two tokens are as likely, to a step or two of bfloat16, either one is right.
+    text. Where several tokens are as likely, to a step or two of bfloat16, each is right.
     """
     parted = 0
     for length in _bfloat16_lengths(pair):
@@ -92,13 +93,13 @@ def test_a_prompt_of_one_token_is_refused_and_vllm_lives(pair: Pair) -> None:
 
 def _parts_at_a_tie(pair: Pair, prompt: tuple[int, ...], found: list[int]) -> bool:
     """Whether `found` is not what one vLLM says after `prompt`; fails where it parts from that at no tie."""
-    near = local(pair.decode, prompt, replace(GREEDY, logprobs=2))[0]
+    near = local(pair.decode, prompt, replace(GREEDY, logprobs=MOST_AT_A_TIE))[0]
     at = next((i for i, both in enumerate(zip(near.token_ids, found, strict=True)) if both[0] != both[1]), None)
     if at is None:
         return False
-    _, (first, second) = near.logprobs[at]
-    assert found[at] in (first.token_id, second.token_id), f"{len(prompt)} tokens, at {at}"
-    assert first.logprob - second.logprob <= BFLOAT16_TIE, f"{len(prompt)} tokens, at {at}"
+    _, best = near.logprobs[at]
+    alike = {one.token_id for one in best if best[0].logprob - one.logprob <= BFLOAT16_TIE}
+    assert found[at] in alike, f"{len(prompt)} tokens, at {at}"
     return True
 
 
