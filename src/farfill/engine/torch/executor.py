@@ -196,7 +196,9 @@ def decoder_of(model: Any) -> Any:
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     found = next((candidate for candidate in candidates if hasattr(candidate, "layers")), None)
     if found is None:
-        raise ModelUnsupportedError(f"{type(model).__name__} has no list of decoder layers")
+        raise ModelUnsupportedError(
+            f"model_type {model.config.model_type}: {type(model).__name__} has no list of decoder layers"
+        )
     return found
 
 

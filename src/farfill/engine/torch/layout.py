@@ -92,7 +92,7 @@ def derive_shape(model: Any, prefill_chunk_tokens: int) -> ModelShape:
     for index, layer in enumerate(layers):
         tensors.extend(_layer_tensors(index, layer, latent=latent))
     if not tensors:
-        raise ModelUnsupportedError(f"{type(model).__name__} keeps nothing in its cache")
+        raise ModelUnsupportedError(f"model_type {config.model_type}: it keeps nothing in its cache")
     types = getattr(config, "layer_types", None) or ["chunked_attention" if _is_chunked(config) else ""] * len(layers)
     chunked = frozenset(index for index, kind in enumerate(types) if kind == "chunked_attention")
     return ModelShape(KVLayout(tuple(tensors), prefill_chunk_tokens), len(layers), chunked, frozenset(called))
@@ -168,10 +168,10 @@ def _tensors_on_modules(model: nn.Module) -> Iterator[tuple[tuple[str, str], tor
                 yield (name, attribute), value
 
 
-def _require_stateless(model: nn.Module, before: dict[tuple[str, str], torch.Tensor]) -> None:
+def _require_stateless(model: Any, before: dict[tuple[str, str], torch.Tensor]) -> None:
     for (module, attribute), value in _tensors_on_modules(model):
         if before.get((module, attribute)) is not value:
             raise ModelUnsupportedError(
-                f"{type(model).__name__} keeps state on its modules ({module}.{attribute}), "
+                f"model_type {model.config.model_type}: it keeps state on its modules ({module}.{attribute}), "
                 "where requests would share it"
             )

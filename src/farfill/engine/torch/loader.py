@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.config.paths import cache_dir
@@ -31,6 +29,7 @@ from farfill.engine.torch.norms import compile_norms
 from farfill.engine.torch.processor import TorchMedia, open_media
 from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
 from farfill.engine.torch.vision import FAMILIES, TextPart, VisionPart
+from farfill.engine.torch.weights import load_weights, open_config, open_tokenizer
 
 ENGINE_VERSION = "torch-3"
 
@@ -110,11 +109,12 @@ def load_model(
     options = options or LoadOptions()
     require_files(folder)
     _device(options.device)
-    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    config = open_config(folder)
     require_known(config.get_text_config())
     attention.register()
     sees = config.model_type in FAMILIES
-    net = _load_weights(folder, model.dtype, options, AutoModelForImageTextToText if sees else AutoModelForCausalLM)
+    kind = AutoModelForImageTextToText if sees else AutoModelForCausalLM
+    net = _load_weights(kind, folder, config.model_type, model.dtype, options)
     vision = VisionPart(net) if sees else None
     net = TextPart(net) if sees else net
     fix_continuation(net)
@@ -138,8 +138,7 @@ def load_model(
         vocab_size=vocab_size,
         kv_total_bytes=0,
     )
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    vocabulary = Vocabulary.of(tokenizer, eos_ids(net), info.vocab_size)
+    vocabulary = Vocabulary.of(open_tokenizer(folder), eos_ids(net), info.vocab_size)
     media = None if vision is None else open_media(folder, config.model_type, vision)
     return LoadedModel(info, executor, vocabulary, vision, media)
 
@@ -165,16 +164,8 @@ def require_files(folder: Path) -> None:
         )
 
 
-def _load_weights(folder: Path, dtype: str, options: LoadOptions, kind: Any) -> Any:
-    logging.disable_progress_bar()
-    # A model folder is complete; asking the hub for what is missing would only hide that.
-    net: Any = kind.from_pretrained(
-        folder,
-        dtype=getattr(torch, dtype),
-        attn_implementation=attention.SDPA,
-        local_files_only=True,
-        use_safetensors=True,
-    )
+def _load_weights(kind: Any, folder: Path, model_type: str, dtype: str, options: LoadOptions) -> Any:
+    net = load_weights(kind, folder, model_type, dtype=getattr(torch, dtype), attn_implementation=attention.SDPA)
     attention.choose(net, options.attention)
     return net.to(_device(options.device)).eval()
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging
+from transformers import AutoModelForCausalLM
 
 from farfill.core.errors import ModelUnsupportedError
 from farfill.core.layout import TensorKind, TensorLayout
@@ -21,6 +20,7 @@ from farfill.engine.torch.ranks.group import RankGroup
 from farfill.engine.torch.ranks.layers import ExpertLoad, register, settle
 from farfill.engine.torch.ranks.plan import keep_one_kv_head, plan
 from farfill.engine.torch.ranks.shared_kv import SharedSpec
+from farfill.engine.torch.weights import load_weights, open_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +49,19 @@ def load_cut(
 ) -> CutModel:
     """All ranks at the same time: parts of the work are done together. Only rank 0 needs to know of checkpoints.
 
-    Raises ModelUnsupportedError.
+    Raises ModelUnsupportedError, ConfigError for a folder that is not whole.
     """
     attention_functions.register()
     experts = ExpertLoad()
     register(group, experts)
-    logging.disable_progress_bar()
-    cut = plan(AutoConfig.from_pretrained(folder, local_files_only=True), group.rank, group.size)
-    net: Any = AutoModelForCausalLM.from_pretrained(
+    config = open_config(folder)
+    cut = plan(config, group.rank, group.size)
+    net = load_weights(
+        AutoModelForCausalLM,
         folder,
+        config.model_type,
         dtype=getattr(torch, dtype),
         attn_implementation=attention_functions.SDPA,
-        local_files_only=True,
-        use_safetensors=True,
         distributed_config=cut.config,
     ).eval()
     attention_functions.choose(net, attention)

@@ -8,9 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
-from transformers import AutoConfig
-
 from farfill.config.model import EngineConfig, ModelConfig, PrefillConfig
 from farfill.config.paths import cache_dir
 from farfill.core.errors import ConfigError, EngineError
@@ -29,6 +26,7 @@ from farfill.engine.torch.ranks.messages import Load, Pack
 from farfill.engine.torch.ranks.plan import require_cuttable
 from farfill.engine.torch.ranks.processes import Ranks, is_supported
 from farfill.engine.torch.selfcheck import CheckMemory, ModelCheck
+from farfill.engine.torch.weights import open_config, open_tokenizer
 
 
 class RankedEngine(LocalEngine):
@@ -60,7 +58,7 @@ def load(model: ModelConfig, engine: EngineConfig, prefill: PrefillConfig, base_
         raise ConfigError("engine.ranks: more than 1 needs memory that processes share without a name, as on Linux")
     folder = base_dir / model.path
     loader.require_files(folder)
-    require_cuttable(AutoConfig.from_pretrained(folder, local_files_only=True))
+    require_cuttable(open_config(folder))
     threads = max(1, (engine.threads or os.cpu_count() or 1) // engine.ranks)
     try:
         ranks = Ranks(engine.ranks, engine.rank_timeout_s, threads=threads)
@@ -90,7 +88,7 @@ def load_model(
 ) -> loader.LoadedModel:
     """As `loader.load_model`, over `ranks`."""
     options = options or loader.LoadOptions()
-    require_known(AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config())
+    require_known(open_config(folder).get_text_config())
     ranks.send(Load(str(folder.absolute()), model.dtype, options.attention, prefill_chunk_tokens))
     cut = load_cut(
         folder,
@@ -125,5 +123,5 @@ def load_model(
         vocab_size=cut.net.get_output_embeddings().weight.shape[0],
         kv_total_bytes=0,
     )
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = open_tokenizer(folder)
     return loader.LoadedModel(info, executor, Vocabulary.of(tokenizer, loader.eos_ids(cut.net), info.vocab_size))
