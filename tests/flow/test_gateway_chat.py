@@ -267,6 +267,7 @@ async def test_rule_of_too_many_alternatives_is_refused_before_a_worker_hears_of
 
 def test_grammar_that_a_worker_finds_too_complex_later_is_the_fault_of_the_client() -> None:
     assert http_status(failed(FailedEvent(reason="grammar_limit", message="too complex"))) == 400
+    assert http_status(failed(FailedEvent(reason="no_token_allowed", message="none"))) == 400
     assert http_status(failed(FailedEvent(reason="bad_logits", message="none"))) == 500
 
 

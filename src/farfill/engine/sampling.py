@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from farfill.core.errors import EngineError
+from farfill.core.errors import EngineError, FarfillError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.engine.grammar import Allowed, Constraint
 
@@ -71,13 +71,13 @@ class Sampler:
     def sample(self, logits: Logits) -> Sampled:
         """The next token from raw `logits` of shape (vocab_size,), which stay as they are.
 
-        Raises EngineError (bad_logits) when no token is left to choose, InvalidRequestError (grammar_limit) when the
-        grammar is too complex.
+        Raises EngineError (bad_logits) when the model leaves no token to choose, InvalidRequestError when the request
+        does: no_token_allowed, or grammar_limit when the grammar is too complex.
         """
         shaped = self._shape(logits) if self._shapes_logits else logits
-        token = int(np.argmax(shaped)) if self._params.temperature == 0 else self._draw(shaped)
+        token = int(np.argmax(shaped)) if self._params.temperature == 0 else self._draw(shaped, logits)
         if not np.isfinite(shaped[token]):
-            raise _nothing_left()
+            raise self._nothing_left(logits)
         self._output.append(token)
         if self._penalties is not None:
             self._penalties.add(token)
@@ -119,12 +119,12 @@ class Sampler:
                 allowed[ends] = kept  # the grammar has nothing else to say
         return allowed
 
-    def _draw(self, logits: Logits) -> int:
-        """One draw from the softmax of `logits` under temperature, min_p, top_k and top_p."""
+    def _draw(self, logits: Logits, raw: Logits) -> int:
+        """One draw from the softmax of `logits` under temperature, min_p, top_k and top_p; `raw` is what they were."""
         params = self._params
         best = logits.max()
         if not np.isfinite(best):
-            raise _nothing_left()
+            raise self._nothing_left(raw)
         with np.errstate(over="ignore"):  # what overflows has no weight
             # Differences first: exact near the top.
             weights = np.exp((logits - best) / np.float32(max(params.temperature, _LOWEST_TEMPERATURE)))
@@ -142,6 +142,25 @@ class Sampler:
             weights = weights[kept]
         at = _pick(weights, self._rng.random())
         return at if ids is None else int(ids[at])
+
+    def _nothing_left(self, raw: Logits) -> FarfillError:
+        """Whose fault it is that no token can come: `raw` are the model's own logits."""
+        params = self._params
+        if not np.isfinite(raw.max()):
+            return EngineError("the model's logits leave no token to choose", reason="bad_logits")
+        given = {
+            "allowed_token_ids": params.allowed_token_ids,
+            "bad_words": params.bad_words,
+            "the grammar": self._constraint,
+            "min_tokens": params.min_tokens > len(self._output),
+            "logit_bias": params.logit_bias,
+            "repetition_penalty": params.repetition_penalty != 1.0,
+        }
+        names = ", ".join(name for name, value in given.items() if value)
+        return InvalidRequestError(
+            f"after {len(self._output)} tokens, {names or 'the request'} leave no token that may come; allow some more",
+            reason="no_token_allowed",
+        )
 
 
 class _Penalties:
@@ -165,7 +184,8 @@ class _Penalties:
             seen = seen[seen < len(logits)]
             values = logits[seen]
             penalty = np.float32(params.repetition_penalty)
-            logits[seen] = np.where(values > 0, values / penalty, values * penalty)
+            with np.errstate(all="ignore"):  # a penalty next to 0: told when nothing is left
+                logits[seen] = np.where(values > 0, values / penalty, values * penalty)
         if self._counts and (params.presence_penalty or params.frequency_penalty):
             ids = np.fromiter(self._counts.keys(), np.int64, len(self._counts))
             counts = np.fromiter(self._counts.values(), np.float32, len(self._counts))
@@ -174,10 +194,6 @@ class _Penalties:
 
 def _penalizes(params: SamplingParams) -> bool:
     return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0)
-
-
-def _nothing_left() -> EngineError:
-    return EngineError("the model's logits leave no token to choose", reason="bad_logits")
 
 
 def _pick(weights: Logits, uniform: float) -> int:

@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from farfill.core.errors import EngineError
+from farfill.core.errors import EngineError, InvalidRequestError
 from farfill.core.sampling import SamplingParams
 from farfill.engine.sampling import Sampler
 
@@ -133,6 +133,24 @@ def test_logits_without_a_choice_are_an_error(temperature: float, bad: float) ->
     assert failed.value.reason == "bad_logits"
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    ("params", "named"),
+    [
+        ({"min_tokens": 4, "allowed_token_ids": (2,), "stop_token_ids": (2,)}, "allowed_token_ids, min_tokens"),
+        ({"bad_words": tuple((token,) for token in range(len(LOGITS)))}, "bad_words"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+    ],
+)
+def test_a_request_that_leaves_no_token_is_its_own_fault(
+    temperature: float, params: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(InvalidRequestError, match=named) as failed:
+        sampler(prompt=tuple(range(len(LOGITS))), temperature=temperature, **params).sample(np.abs(LOGITS) + 1)
+    assert failed.value.reason == "no_token_allowed"
+
+
 def reference_draw(
     logits: np.ndarray, uniform: float, temperature: float, filters: dict[str, Any]
 ) -> tuple[int, float]:
@@ -190,7 +208,7 @@ def test_bad_words_ban_the_token_that_would_complete_them() -> None:
 
 def test_allowed_ids_are_the_only_tokens() -> None:
     assert support(allowed_token_ids=(1, 3, 99)) == {1, 3}
-    with pytest.raises(EngineError):
+    with pytest.raises(InvalidRequestError):
         sampler(allowed_token_ids=(0,), bad_words=((0,),)).sample(LOGITS)
 
 

@@ -208,8 +208,12 @@ class Generation:
                 self.finish_reasons.append(event.finish_reason)
 
 
+# A grammar over its bounds; constraints that together allow nothing.
+_OF_THE_REQUEST = frozenset({"grammar_limit", "no_token_allowed"})
+
+
 def failed(event: FailedEvent) -> FarfillError:
-    """What a worker's failure is to the client of the API; a grammar over its bounds is the client's own."""
-    if event.reason == "grammar_limit":
+    """What a worker's failure is to the client of the API; some are of what the client asked for."""
+    if event.reason in _OF_THE_REQUEST:
         return InvalidRequestError(event.message, reason=event.reason)
     return FarfillError(event.message, reason=event.reason)
