@@ -353,7 +353,7 @@ async def test_what_decode_holds_of_a_prefix_is_not_sent(tmp_path: Path):
     async with TwoWorkers.running(tmp_path, prefix_cache_bytes=PREFIX_BYTES) as two:
         prompt = two.prompt(LENGTH)
         await two.decode(prompt[: 3 * CHUNK + 2])  # three whole chunks stay in decode's prefix cache
-        report, answer = await remote(two, prompt)
+        report, answer = await remote(two, prompt, continues=True)
         assert answer.tokens == two.expected(prompt)
         assert answer.start.prefilled_at == "remote"
         row_bytes, _ = two.row_bytes
@@ -373,7 +373,11 @@ async def test_prefix_held_whole_sends_only_what_is_not_there(tmp_path: Path, le
         prompt = two.prompt(length)
         await two.decode(prompt[: 4 * CHUNK + 1])
         ticket = two.ticket(prompt)
-        answer = await two.decode(prompt, ticket) if length == 4 * CHUNK + 1 else (await remote(two, prompt))[1]
+        answer = (
+            await two.decode(prompt, ticket)
+            if length == 4 * CHUNK + 1
+            else (await remote(two, prompt, continues=True))[1]
+        )
         assert answer.tokens == two.expected(prompt)
         row_bytes, _ = two.row_bytes
         assert answer.start.raw_bytes == (length - 1 - 4 * CHUNK) * row_bytes
@@ -398,7 +402,7 @@ async def test_windows_travel_though_the_rows_before_them_are_held(tmp_path: Pat
     async with TwoWorkers.running(tmp_path, window_tokens=20, prefix_cache_bytes=PREFIX_BYTES) as two:
         prompt = two.prompt(LENGTH)
         await two.decode(prompt[: 3 * CHUNK + 2])
-        report, answer = await remote(two, prompt)
+        report, answer = await remote(two, prompt, continues=True)
         assert answer.tokens == two.expected(prompt)
         full, window = two.row_bytes
         assert report.raw_bytes == (LENGTH - 1 - 3 * CHUNK) * full + 20 * window
