@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 
 from farfill.config.load import load_config
+from farfill.config.routing import RoutingConfig
 from farfill.core.errors import ConfigError
 from farfill.planner.answer import Answer
 from farfill.planner.problem import Problem
@@ -58,7 +59,12 @@ def write_cluster_file(path: Path, problem: Problem, answer: Answer) -> None:
         "tickets": {"signing_key": "file:pki/ticket.key", "public_key": "file:pki/ticket.pub"},
     }
     if plan.threshold_tokens is not None:
-        file["routing"] = {"remote_prefill_threshold_tokens": plan.threshold_tokens}
+        limit = RoutingConfig().link_utilisation_limit
+        file["routing"] = {
+            "remote_prefill_threshold_tokens": plan.threshold_tokens,
+            "link_utilisation_target": problem.link_utilisation,
+            "link_utilisation_limit": max(limit, problem.link_utilisation),
+        }
     head = _HEAD.format(
         model=problem.name,
         rate=answer.rate_per_s,

@@ -111,6 +111,7 @@ def _policies(recorded: Sequence[RecordedRequest]) -> PoliciesSection:
     return PoliciesSection(
         adapt_threshold=recorded[-1].adaptive,
         research_period_s=routing.threshold_period_s,
+        utilisation_target=routing.link_utilisation_target,
         utilisation_limit=routing.link_utilisation_limit if filled else 1.0,
         breaker=BreakerSection(
             error_rate_limit=breaker.error_rate_limit,

@@ -45,6 +45,7 @@ class Gateway:
         self._block_tokens = block_tokens
         self._policies = policies
         self._chunk_tokens = scenario.problem.chunk_tokens
+        self._target = scenario.utilisation_target
         self._exact = policies.knows == "exact"
         self._decode = PlacementProfile(
             ProfileSettings(filters=TELLING_FILTERS, weights=_telling(policies.decode_weights or DECODE_WEIGHTS))
@@ -56,6 +57,7 @@ class Gateway:
         self._index = BlockIndex(policies.index_blocks)
         self._trigger = SearchTrigger(
             RegimeLimits(
+                target=scenario.utilisation_target,
                 surge_queue_s=policies.surge_queue_s,
                 research_period_s=policies.research_period_s,
                 window_lengths=policies.window_lengths,
@@ -261,7 +263,6 @@ class Gateway:
         times = near.times or far[0].times
         assert times is not None
         assert far[0].times is not None
-        target = RegimeLimits().target
         found = search_threshold(
             ThresholdInputs(
                 lengths=self._trigger.lengths(),
@@ -270,7 +271,7 @@ class Gateway:
                 far_prefill_s=Curve(far[0].times.points()),
                 near_prefill_s=Curve(times.points()),
                 kv_bytes=Curve(self._sizes.points()),
-                egress_bytes_per_s=target * sum(site.link.rate for site in far if site.link is not None),
+                egress_bytes_per_s=self._target * sum(site.link.rate for site in far if site.link is not None),
                 current=self.threshold_tokens,
                 highest=NEVER - 1,
             )

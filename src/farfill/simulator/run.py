@@ -108,8 +108,9 @@ def summed_up(world: World, bound: float = DEFAULT_BOUND) -> Result:
         in_time &= ttft <= problem.ttft_s
     # The tail in which nothing comes any more would make any rate look small: rates are of what ended until the last
     # request came.
-    busy_s = float(arrival[-1] - arrival[0]) if count > 1 else span_s
-    ended = (end >= arrival[0]) & (end <= arrival[-1]) if count > 1 else np.ones(count, dtype=bool)
+    spread = count > 1 and arrival[-1] > arrival[0]
+    busy_s = float(arrival[-1] - arrival[0]) if spread else span_s
+    ended = (end >= arrival[0]) & (end <= arrival[-1]) if spread else np.ones(count, dtype=bool)
     return Result(
         scenario=scenario.name,
         seed=scenario.file.seed,

@@ -39,6 +39,12 @@ class Scenario:
     recorded: tuple[RecordedRequest, ...] = ()
     paces: tuple[float, ...] = ()
 
+    @property
+    def utilisation_target(self) -> float:
+        """What a search for the threshold lets far prefill fill a link to."""
+        given = self.file.policies.utilisation_target
+        return self.problem.link_utilisation if given is None else given
+
 
 def read_scenario(
     path: Path, *, seed: int | None = None, requests: int | None = None, replay: Path | None = None

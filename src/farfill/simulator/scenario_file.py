@@ -109,6 +109,9 @@ class PoliciesSection(Section):
     surge_queue_s: float = Field(default=2.0, gt=0, description="Far or near queue that asks for a search.")
     research_period_s: float = Field(default=5.0, gt=0, description="At most one search in this time.")
     window_lengths: int = Field(default=2048, ge=16, le=100_000, description="Recent prompts a search looks at.")
+    utilisation_target: float | None = Field(
+        default=None, gt=0, le=1, description="What a search lets far prefill fill a link to; unset: the plan's."
+    )
     utilisation_limit: float = Field(default=0.95, gt=0, le=1, description="A fuller link takes no more.")
     decode_weights: dict[str, float] = Field(default={}, description="Scorers of decode; unset: the defaults.")
     prefill_weights: dict[str, float] = Field(default={}, description="Scorers of prefill; unset: the defaults.")

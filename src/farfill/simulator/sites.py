@@ -146,6 +146,7 @@ class Hardware:
     def _site(self, name: str, profile: Profile, link: SharedLink | None) -> Site:
         times = None if profile.prefill is None else PrefillTimes(profile, self._longest)
         limits = RegimeLimits(
+            target=self._scenario.utilisation_target,
             surge_queue_s=self._scenario.file.policies.surge_queue_s,
             research_period_s=self._scenario.file.policies.research_period_s,
             window_lengths=self._scenario.file.policies.window_lengths,

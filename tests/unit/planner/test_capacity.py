@@ -185,7 +185,7 @@ def test_a_baseline_of_another_version_is_refused(folder: Path):
 
 def test_the_cluster_file_is_valid(folder: Path):
     path = folder / "plan.yaml"
-    path.write_text(PLAN)
+    path.write_text(PLAN + "planning: {link_utilisation: 0.97}\n")
     problem = read_problem(path)
     found = plan_capacity(problem)
     write_cluster_file(folder / "cluster.yaml", problem, found)
@@ -193,6 +193,7 @@ def test_the_cluster_file_is_valid(folder: Path):
     plan = found.plan
     assert len(config.workers) == plan.near_prefill + plan.near_decode + plan.far[0].instances
     assert config.routing.remote_prefill_threshold_tokens == plan.threshold_tokens
+    assert (config.routing.link_utilisation_target, config.routing.link_utilisation_limit) == (0.97, 0.97)
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

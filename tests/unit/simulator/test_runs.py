@@ -15,7 +15,7 @@ from farfill.planner.problem import read_problem
 from farfill.simulator.report import draw_result
 from farfill.simulator.run import Result, simulate
 from farfill.simulator.scenario import read_scenario
-from unit.simulator.scenes import SCENARIO, read, scene
+from unit.simulator.scenes import PLAN, SCENARIO, read, scene
 
 
 def run(folder: Path, text: str = SCENARIO) -> Result:
@@ -148,6 +148,23 @@ def test_a_trace_is_replayed_at_its_own_times(tmp_path: Path) -> None:
     assert result.finished == 10
     assert result.simulated_s >= 9.0
     assert result.cached_tokens == 9 * 4 * 512
+
+
+def test_a_trace_of_one_moment_has_rates_of_the_time_it_took(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 5, "input_length": 4096, "output_length": 3}\n' * 10)
+    scenario = read_scenario(scene(tmp_path), replay=trace)
+    result = simulate(replace(scenario, file=scenario.file.model_copy(update={"warmup": 0.0})))
+    assert result.finished == 10
+    assert result.throughput_per_s * result.simulated_s == pytest.approx(10, rel=0.1)
+
+
+@pytest.mark.parametrize("planned", [0.5, 0.9])
+def test_a_search_fills_links_as_far_as_the_plan(tmp_path: Path, planned: float) -> None:
+    plan = PLAN.replace("chunk_tokens: 1024", f"chunk_tokens: 1024, link_utilisation: {planned}")
+    assert read_scenario(scene(tmp_path, plan=plan)).utilisation_target == planned
+    text = SCENARIO.replace("8000}", "8000, utilisation_target: 0.3}")
+    assert read_scenario(scene(tmp_path, text, plan=plan)).utilisation_target == 0.3
 
 
 def test_plots_are_drawn(tmp_path: Path) -> None:
