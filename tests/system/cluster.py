@@ -28,11 +28,12 @@ START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 20.0
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # One thread a worker: each site has a core of its own, as on two machines. The breaker has tests of its own;
-# here far prefill is broken on purpose. A dead worker leaves the registry soon.
+# here far prefill is broken on purpose. So has the limit of a link: on a busy machine what a link was seen to carry is
+# little, and one long prompt fills it. A dead worker leaves the registry soon.
 _DEFAULTS: dict[str, Any] = {
     "engine": {"threads": 1},
     "registry": {"lease_s": 2.0},
-    "routing": {"circuit_breaker": {"min_requests": 1_000_000}},
+    "routing": {"circuit_breaker": {"min_requests": 1_000_000}, "link_utilisation_limit": 1.0},
     "kv_transfer": {"compression": "none"},
     "logging": {"format": "json"},
 }
