@@ -18,7 +18,7 @@ import yaml
 from farfill.cli.local_ports import free_ports, port_is_free
 
 UP_DEADLINE_S = 180.0
-STOP_DEADLINE_S = 90.0
+STOP_DEADLINE_S = 30.0
 
 
 @pytest.fixture
