@@ -28,8 +28,8 @@ START_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 20.0
 _ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 # One thread a worker: each site has a core of its own, as on two machines. The breaker has tests of its own;
-# here far prefill is broken on purpose. So has the limit of a link, which one long prompt can reach where busy cores let a
-# link look slow. A dead worker leaves the registry soon.
+# here far prefill is broken on purpose. So has the limit of a link, which one long prompt can reach where busy cores
+# let a link look slow. A dead worker leaves the registry soon.
 _DEFAULTS: dict[str, Any] = {
     "engine": {"threads": 1},
     "registry": {"lease_s": 2.0},
